@@ -17,6 +17,8 @@ from draftsmith.speculators.registry import family_class
 from draftsmith.speculators.target.frozen_target import FrozenTarget
 from draftsmith.train.data.loss_mask import TokenRow
 from draftsmith.train.data.packing import pack
+from draftsmith.train.features.row_features import RowFeatures
+from draftsmith.train.features.source import InProcess
 from draftsmith.train.recipe.drafter_config import drafter_config
 from draftsmith.train.recipe.recipe import Recipe
 from draftsmith.train.trainer.trainer import Trainer
@@ -54,7 +56,8 @@ def make_trainer(
     drafter = family_class(recipe.family)(config).attach(target).to(accelerator.device)
     drafter.initialise_from(target, recipe.drafter)
     packed = pack(rows, recipe.data.max_length)
-    return Trainer(recipe, target, drafter, packed, accelerator=accelerator, folder=folder)
+    features = RowFeatures(InProcess(target), packed)
+    return Trainer(recipe, target, drafter, features, accelerator=accelerator, folder=folder)
 
 
 def table(title: str, *headings: str, left: int = 1) -> Table:

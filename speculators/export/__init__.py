@@ -24,7 +24,7 @@ from draftsmith.speculators.export.headers import Header, pickled_files, read_he
 from draftsmith.speculators.export.layouts.base import Source
 from draftsmith.speculators.hub import one_line, split_revision
 from draftsmith.speculators.registry import family_class
-from draftsmith.speculators.target.frozen_target import FrozenTarget
+from draftsmith.speculators.target.target_head import TargetHead
 
 
 def export_drafter(
@@ -160,7 +160,7 @@ def read_fields(path_or_id: str | Path) -> dict[str, Any]:
 
 
 def load_drafter(
-    path_or_id: str | Path, target: FrozenTarget, *, dtype: torch.dtype | None = None
+    path_or_id: str | Path, target: TargetHead, *, dtype: torch.dtype | None = None
 ) -> Drafter:
     """The drafter of an exported folder, attached to `target`, in evaluation mode, in the target's
     dtype and device.

@@ -29,7 +29,6 @@ from draftsmith.speculators.precision import as_dtype, running_dtype, say_widene
 from draftsmith.speculators.target import probe
 from draftsmith.speculators.target.info import sketch_target
 
-States = tuple[Tensor | None, Tensor]  # taps [B, T, n·H], None without any; last_hidden [B, T, H]
 START_TOKENS = 64
 # What the forward of a model without layers may raise.
 _SHAPE_ERRORS = (UnsupportedTarget, AttributeError, LookupError, RuntimeError, TypeError)
@@ -54,8 +53,8 @@ class TargetHead(nn.Module):
         self.dtype = self._parts.dtype
         self.device = self._parts.device
         self._final_norm: Callable[[Tensor], Tensor] | None = None  # found on first use
-        # where hidden states come from; None: a subclass computes them, or nobody
-        self.states_of: Callable[[Tensor], States] | None = None
+        # Where hidden states come from: `features` of a FrozenTarget or the like. None: nowhere.
+        self.source: Callable[..., Any] | None = None
         with torch.no_grad():
             self.head_to_logits, self.vocab_size = probe.confirm_logits(self._parts)
 
@@ -132,15 +131,23 @@ class TargetHead(nn.Module):
 
     # ------------------------------------------------------------------ what it computes
 
-    def forward(self, input_ids: Tensor) -> States:
-        """input_ids [1, T], one text -> taps, last_hidden. ConfigError: nobody has them."""
-        if self.states_of is None:
+    def forward(self, input_ids: Tensor) -> tuple[Tensor | None, Tensor]:
+        """input_ids [B, T], texts of one length -> taps [B, T, n·H] (None without taps) and
+        last_hidden [B, T, H]. Errors as of `features`."""
+        positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
+        segments = torch.zeros_like(input_ids)
+        features = self.features(input_ids, positions, segments, segments.bool())
+        return features.taps, features.last_hidden
+
+    def features(self, *packed: Tensor) -> Any:
+        """As of `FrozenTarget.features`, from the `source`. ConfigError: there is none."""
+        if self.source is None:
             raise ConfigError(
                 "its hidden states are needed, and only embedding, final norm and output head are"
                 " loaded; load the whole as a FrozenTarget",
                 where=f"target {self.name_or_path}",
             )
-        return self.states_of(input_ids)
+        return self.source(*packed)
 
     def start_text(self) -> Tensor:
         """[1, START_TOKENS] token ids spread over the vocabulary, on whose hidden states a drafter

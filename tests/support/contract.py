@@ -17,6 +17,8 @@ from draftsmith.inference.kv_cache.ragged_cache import RaggedCache
 from draftsmith.speculators.drafter import Drafter, DraftInput, DraftLogits
 from draftsmith.speculators.target.frozen_target import TargetFeatures
 from draftsmith.speculators.vocab.draft_vocab import to_target_ids
+from draftsmith.train.features.row_features import RowFeatures
+from draftsmith.train.features.source import InProcess
 from draftsmith.train.trainer.trainer import Trainer
 from tests.support.cases import Case, World, make
 from tests.support.tokenizers import spell
@@ -163,4 +165,4 @@ def trainer_of(
     torch.manual_seed(0)
     drafter.initialise_from(target, recipe.drafter)
     own = {"accelerator": Accelerator(cpu=True), "folder": folder, "fingerprint": "a"}
-    return Trainer(recipe, target, drafter, rows, **own)
+    return Trainer(recipe, target, drafter, RowFeatures(InProcess(target), rows), **own)

@@ -15,6 +15,8 @@ from draftsmith.speculators.registry import config_for_target, family_class
 from draftsmith.speculators.target.frozen_target import FrozenTarget
 from draftsmith.train.data.loss_mask import TokenRow
 from draftsmith.train.data.packing import PackedRow, pack
+from draftsmith.train.features.row_features import RowFeatures
+from draftsmith.train.features.source import InProcess
 from draftsmith.train.on_policy.refresh import OnPolicy
 from draftsmith.train.recipe.recipe import Recipe, recipe_class
 from draftsmith.train.trainer.joint_target import JointTarget
@@ -105,7 +107,8 @@ def make_trainer(
         texts = OnPolicy(recipe, target, prompts, folder=folder, accelerator=accelerator)
         more["on_policy"] = texts
     own = {"accelerator": accelerator, "folder": folder, "fingerprint": "a"}
-    return Trainer(recipe, target, drafter, rows or make_rows(), **own, **more)
+    features = more.pop("features", None) or RowFeatures(InProcess(target), rows or make_rows())
+    return Trainer(recipe, target, drafter, features, **own, **more)
 
 
 def weights(trainer: Trainer) -> dict[str, torch.Tensor]:

@@ -36,6 +36,7 @@ from draftsmith.speculators.precision import as_dtype
 from draftsmith.train.data.packing import PackedRow
 from draftsmith.train.features.encodings import Encoding, make_encodings, relative_error
 
+Payload = dict[str, Tensor]  # taps, if there are any, and last_hidden of a text: uint8 [L, bytes]
 FORMAT = 2
 KEY_FILE = "key.json"
 OPEN_SHARDS = 128  # mapped at once; a process may have some thousand files open
@@ -118,30 +119,26 @@ class FeatureCache:
                 self._scanned.add(path)
         return self
 
-    def read(self, text: bytes, device: torch.device | str = "cpu") -> tuple[Tensor | None, Tensor]:
-        """Taps [L, n·H] (None: no taps) and last hidden states [L, H] of a text, on `device`."""
+    def fetch(self, text: bytes) -> Payload:
+        """The bytes of a text as they were written, mapped and checked. DataError: it is missing,
+        or damaged."""
+        if text not in self:
+            raise DataError("a training text has no features there", where=f"{self.folder}")
         shard, checksums = self._open(self._shards[text])
         names = ("taps", "last_hidden") if self.key.taps else ("last_hidden",)
         payload = {name: shard.get_tensor(f"{text.hex()}.{name}") for name in names}
         if _checksum(payload) != checksums[text.hex()]:
             raise DataError(DAMAGED, where=f"{self._shards[text]}")
+        return payload
+
+    def decode(self, payload: Payload, device: torch.device | str) -> tuple[Tensor | None, Tensor]:
+        """Taps [L, n·H] (None: no taps) and last hidden states [L, H] of a text, on `device`."""
+        moved = {name: part.to(device, non_blocking=True) for name, part in payload.items()}
         taps = None
         if self.key.taps:
-            vectors = payload["taps"].to(device).unflatten(-1, (len(self.key.taps), -1))
+            vectors = moved["taps"].unflatten(-1, (len(self.key.taps), -1))
             taps = self.taps.decode(vectors).flatten(-2)
-        return taps, self.last_hidden.decode(payload["last_hidden"].to(device))
-
-    def row(
-        self, row: PackedRow, device: torch.device | str = "cpu"
-    ) -> tuple[Tensor | None, Tensor]:
-        """Taps and last hidden states of a packed row. DataError if one is missing."""
-        names = [text for text, _ in texts_of(row)]
-        if not all(text in self for text in names):
-            raise DataError("a training text has no features there", where=f"{self.folder}")
-        texts = [self.read(text, device) for text in names]
-        taps = [taps for taps, _ in texts if taps is not None]
-        last_hidden = torch.cat([last for _, last in texts])
-        return torch.cat(taps) if taps else None, last_hidden
+        return taps, self.last_hidden.decode(moved["last_hidden"])
 
 
 def _opened(path: Path) -> tuple[Any, dict[str, int]]:

@@ -26,6 +26,7 @@ from draftsmith.speculators.target.frozen_target import FrozenTarget
 from draftsmith.train.data.loss_mask import TokenRow
 from draftsmith.train.data.packing import Shuffled, pack
 from draftsmith.train.features.row_features import RowFeatures
+from draftsmith.train.features.source import InProcess
 from draftsmith.train.on_policy.rollout import Rollout, RolloutWriter
 from draftsmith.train.recipe.recipe import Recipe
 
@@ -120,7 +121,8 @@ class OnPolicy:
             for rollout in refresh.rollouts
         ]
         rows = pack(texts, self.recipe.data.max_length)
-        self.current = refresh, RowFeatures(self.target, rows, pad_token_id=self.pad_token_id)
+        source = InProcess(self.target)
+        self.current = refresh, RowFeatures(source, rows, pad_token_id=self.pad_token_id)
 
     def _write(self, step: int, drafter: Drafter) -> Refresh:
         count = self.section.prompts

@@ -14,7 +14,8 @@ from draftsmith.speculators.config import DrafterConfig
 from draftsmith.speculators.drafter import Drafter
 from draftsmith.speculators.export import load_drafter, load_weights, read_drafter_config
 from draftsmith.speculators.registry import family_class
-from draftsmith.speculators.target.frozen_target import FrozenTarget, TargetFeatures
+from draftsmith.speculators.target.frozen_target import TargetFeatures
+from draftsmith.speculators.target.target_head import TargetHead
 from draftsmith.speculators.vocab.draft_vocab import choose_draft_vocabulary, coverage
 from draftsmith.train.features.row_features import RowFeatures
 from draftsmith.train.recipe.drafter_config import start_folder
@@ -26,7 +27,7 @@ from draftsmith.train.trainer.seeding import seeded
 def make_drafter(
     recipe: Recipe,
     config: DrafterConfig,
-    target: FrozenTarget,
+    target: TargetHead,
     features: RowFeatures,
     stages: Stages,
     folder: Path,
@@ -43,7 +44,7 @@ def make_drafter(
 def _initialised(
     recipe: Recipe,
     config: DrafterConfig,
-    target: FrozenTarget,
+    target: TargetHead,
     features: RowFeatures,
     stages: Stages,
     folder: Path,

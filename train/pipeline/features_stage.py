@@ -25,6 +25,7 @@ from draftsmith.train.features.cache import (
     texts_of,
 )
 from draftsmith.train.features.row_features import RowFeatures
+from draftsmith.train.features.source import Disk, FeatureSource, InProcess
 from draftsmith.train.features.state_servers import StateServers, run_name
 from draftsmith.train.features.states_spec import StatesSpec, states_root
 from draftsmith.train.pipeline.data_stage import TrainingData
@@ -42,7 +43,7 @@ def training_features(
     stages: Stages,
 ) -> RowFeatures:
     """The features of the training rows; with `mode: cache` from the disk, once all are there."""
-    cache = None
+    source: FeatureSource = InProcess(target)
     if recipe.features.mode == "cache":
         cache = open_cache(recipe, target, data).scan()
         accelerator.wait_for_everyone()  # so that all find the same texts missing
@@ -53,10 +54,10 @@ def training_features(
         if not started_here or accelerator.is_main_process:
             fill(recipe, target, data.rows, cache, stages, part)
         accelerator.wait_for_everyone()
-        cache.scan()
+        source = Disk(cache.scan(), target.device)
     keep_bytes = recipe.training.keep_features_gb * 2**30
     pad = data.tokenizer.tokenizer.pad_token_id or 0
-    return RowFeatures(target, data.rows, pad_token_id=pad, keep_bytes=keep_bytes, cache=cache)
+    return RowFeatures(source, data.rows, pad_token_id=pad, keep_bytes=keep_bytes)
 
 
 def _root(recipe: Recipe) -> Path:
@@ -131,9 +132,9 @@ def _from_target(
     target: FrozenTarget, rows: Sequence[PackedRow], absent: set[bytes]
 ) -> Generator[Text]:
     """Packed rows one by one, as kept features are made: a text is as in a run without a cache."""
-    features = RowFeatures(target, rows)
-    for index, row in enumerate(rows):
-        taps, last_hidden = features.made(index)
+    source = InProcess(target)
+    for row in rows:
+        taps, last_hidden = source.states(row)
         for text, place in texts_of(row):
             if text in absent:
                 absent.discard(text)

@@ -43,10 +43,11 @@ class Telemetry:
         yield
         self._spent[name] += time.perf_counter() - began
 
-    def finish(self, tokens: Sequence[float], steps: int) -> dict[str, float]:
+    def finish(self, tokens: Sequence[float], steps: int, waited: float = 0.0) -> dict[str, float]:
         """Seconds per step; tokens per second, of `tokens` (those that are no padding, those with a
-        loss, of all processes and steps); the share of the time by phase; GiB at the peak (CPU:
-        now)."""
+        loss, of all processes and steps); the share of the time by phase, and of that in which
+        nothing was done but to wait for features that are read elsewhere, `waited` seconds; GiB at
+        the peak (CPU: now)."""
         if self._events:
             torch.cuda.current_stream(self.device).synchronize()
             for name, start, end in self._events:
@@ -61,5 +62,6 @@ class Telemetry:
             "tokens_per_second": tokens[0] / seconds,
             "supervised_tokens_per_second": tokens[1] / seconds,
             **{f"time/{name}": self._spent[name] / seconds for name in PHASES},
+            "waits": waited / seconds,
             "memory_gib": memory / GIB,
         }

@@ -27,9 +27,10 @@ from draftsmith.inference.progress import Advance, unwatched
 from draftsmith.speculators.drafter import Drafter, DraftStep, host_batch
 from draftsmith.speculators.errors import DraftsmithError
 from draftsmith.speculators.precision import on_host, to_device
-from draftsmith.speculators.target.frozen_target import FrozenTarget, TargetFeatures
+from draftsmith.speculators.target.frozen_target import TargetFeatures
+from draftsmith.speculators.target.target_head import TargetHead
 from draftsmith.speculators.vocab.draft_vocab import to_draft_ids
-from draftsmith.train.data.packing import PackedRow, Shuffled
+from draftsmith.train.data.packing import Shuffled
 from draftsmith.train.features.row_features import RowFeatures
 from draftsmith.train.losses.objective import (
     Loss,
@@ -108,35 +109,34 @@ class Unread:
 
 
 class Trainer:
-    """Trains `drafter` on `rows` for the recipe's budget; `run()` resumes by itself."""
+    """Trains `drafter` on the rows of `features` for the recipe's budget; `run()` resumes by
+    itself."""
 
     def __init__(
         self,
         recipe: Recipe,
-        target: FrozenTarget,
+        target: TargetHead,
         drafter: Drafter,
-        rows: Sequence[PackedRow],
+        features: RowFeatures,
         *,
         accelerator: Accelerator,
         folder: Path,
         fingerprint: str = "",
         evaluate: Evaluate | None = None,
-        features: RowFeatures | None = None,
         joint: JointTarget | None = None,
         on_policy: OnPolicy | None = None,
-        pad_token_id: int = 0,
         say: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.step_rows = StepRows(
             recipe.training, accelerator.process_index, accelerator.num_processes
         )
-        self.total_steps = steps_of(recipe, len(rows), self.step_rows.rows_per_step)
+        self.total_steps = steps_of(recipe, len(features.rows), self.step_rows.rows_per_step)
         self.recipe = recipe.for_steps(self.total_steps)
-        self.target, self.drafter, self.rows = target, drafter.to(accelerator.device), rows
+        self.target, self.drafter = target, drafter.to(accelerator.device)
         self.accelerator, self.folder = accelerator, folder
         self.fingerprint, self.evaluate = fingerprint, evaluate
         t = self.recipe.training
-        self.features = features or RowFeatures(target, rows, pad_token_id=pad_token_id)
+        self.features = features
         drafter.prepare_training(recipe.drafter)
         drafter.checkpoint_activations(t.activation_checkpointing)
         self.joint, self.on_policy = joint, on_policy
@@ -150,7 +150,7 @@ class Trainer:
         self.position = PositionWeights.parse(recipe.position_weights)
         self.depth_weights = self.position.of_depths(depths).to(accelerator.device)  # [K]
         self.state = checkpoint.TrainState(fingerprint=fingerprint)
-        self.order = Shuffled([t.seed], len(rows))
+        self.order = Shuffled([t.seed], len(features.rows))
         self.stop_signal: int | None = None
         self.telemetry = Telemetry(accelerator.device)
         self.unread: list[Unread] = []
@@ -194,6 +194,7 @@ class Trainer:
                 if self.state.history:
                     advance(self.share_done(), self._note(self.state.history[-1]))
         finally:
+            self.features.ahead.close()
             for number, handler in before.items():
                 signal.signal(number, handler)
         with self.replica.whole():  # which leaves the whole drafter with its last weights
@@ -273,11 +274,16 @@ class Trainer:
             row_weights = row_weights * self.joint.heads_weight(share)
             supervised = self._sum(sum(self.joint.count_terms(batch) for batch in hosts))
         measured = []
-        for micro, (source, rows), batch, own in zip(micro_steps, sources, batches, seeds):
+        following = self.step_rows.of(step + 1)
+        for micro in micro_steps:
+            self._read_ahead(step, micro)
+        for number, micro in enumerate(micro_steps):
+            (source, rows), batch, own = sources[number], batches[number], seeds[number]
             self.step_rows.seed_everything(micro.places)
             self._within(f"batch {len(measured) + 1} of {len(sources)}: the target's features")
             with self.telemetry.phase("target"):
                 features = self.joint.features(batch) if self.joint else source.of(rows, batch)
+            self._read_ahead(step + 1, following[number])
             features = replace(features, seeds=own)
             last = micro is micro_steps[-1]
             measured.append(self._micro_step(features, row_weights, supervised, last=last))
@@ -413,6 +419,14 @@ class Trainer:
                 return policy.rows(micro.places, self.step_rows.rows_per_step)
             return self.features, [self.order[place] for place in micro.places]
 
+    def _read_ahead(self, step: int, micro: MicroStep) -> None:
+        """Begins to read the features of a micro-step of the data, unless the training ends before
+        it. Each is begun when one was taken, so that no more than a step's rows wait."""
+        if self.total_steps is not None and step >= self.total_steps:
+            return
+        if self.on_policy is None or not self.on_policy.wants(step, micro.number):
+            self.features.begin([self.order[place] for place in micro.places])
+
     def modules(self) -> torch.nn.ModuleDict:
         """All that trains, under the names of checkpoints."""
         adapter = {"adapter": self.joint.model} if self.joint is not None else {}
@@ -473,7 +487,7 @@ class Trainer:
             history.append(record)
             self._count_skipped(record)
         tokens = [sum(column) for column in zip(*(tokens for _, tokens in results))]
-        costs = self.telemetry.finish(tokens, len(results))
+        costs = self.telemetry.finish(tokens, len(results), self.features.take_waited())
         self.unread = []
         self.state.seconds += time.monotonic() - began
         return [record for record, _ in results], costs

@@ -126,7 +126,7 @@ def test_a_start_that_reads_hidden_states_asks_their_source(tmp_path):
         if target is head:
             with raises_at(ConfigError, f"target {tmp_path}"):
                 drafter.initialise_from(target)
-            head.states_of = whole
+            head.source = whole.features
             torch.manual_seed(0)
             drafter = Eagle3(config).attach(target)
         starts.append(drafter.initialise_from(target).state_dict())

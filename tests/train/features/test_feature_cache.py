@@ -27,30 +27,12 @@ from draftsmith.train.features.cache import (
     texts_of,
 )
 from draftsmith.train.features.row_features import RowFeatures
+from draftsmith.train.features.source import Disk, InProcess
+from tests.support.features import SHARD, make_key, write
 from tests.support.models import make_tiny_model
 from tests.support.training import make_rows
 
 TAPS = (1, 2, 3)
-SHARD = 6000  # bytes: some texts
-
-
-def make_key(encoding: str = "exact", **changes) -> CacheKey:
-    names = dict(target="t", weights="w", config="c", tokenizer="v", template="m")
-    how = dict(dtype="float32", engine="draftsmith", encoding=encoding)
-    return CacheKey(**names | how | {"hidden_size": 32, "taps": TAPS} | changes)
-
-
-def write(
-    cache: FeatureCache, rows, target: FrozenTarget, shard_bytes: float = SHARD
-) -> ShardWriter:
-    source = RowFeatures(target, rows)
-    with ShardWriter(cache, shard_bytes) as writer:
-        for index, row in enumerate(rows):
-            taps, last_hidden = source.made(index)
-            for text, place in texts_of(row):
-                if text not in cache:
-                    writer.add(text, None if taps is None else taps[place], last_hidden[place])
-    return writer
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +49,8 @@ def test_exact_features_are_those_of_a_run_without_a_cache(target, rows, tmp_pat
     writer = write(FeatureCache(tmp_path, make_key()), rows, target)
     cache = FeatureCache(tmp_path, make_key()).scan()
     assert len(cache) == 24 and len(cache.shards) > 2 and not missing(cache, rows)
-    kept, cached = RowFeatures(target, rows, keep_bytes=1e9), RowFeatures(target, rows, cache=cache)
+    kept = RowFeatures(InProcess(target), rows, keep_bytes=1e9)
+    cached = RowFeatures(Disk(cache, target.device), rows)
     for indices in ([0, 1], [5, 2, 3]):
         expected, features = kept.of(indices), cached.of(indices)
         assert torch.equal(features.taps, expected.taps) and torch.equal(
@@ -86,8 +69,8 @@ def test_features_come_back_as_their_encoding_says(rows, tmp_path, encoding, dty
     target = FrozenTarget(make_tiny_model("qwen3").to(getattr(torch, dtype)), TAPS)
     cache = FeatureCache(tmp_path, make_key(encoding, dtype=dtype))
     write(cache, rows, target)
-    features = RowFeatures(target, rows, cache=cache.scan()).of([1])
-    expected = RowFeatures(target, rows).of([1])
+    features = RowFeatures(Disk(cache.scan(), target.device), rows).of([1])
+    expected = RowFeatures(InProcess(target), rows).of([1])
     for name, bound in (("taps", 0.3), ("last_hidden", 0.05)):
         expected_states = getattr(expected, name)
         error = (getattr(features, name) - expected_states).norm() / expected_states.norm()
@@ -98,10 +81,11 @@ def test_a_target_without_taps(rows, tmp_path):
     target = FrozenTarget(make_tiny_model("llama"))
     cache = FeatureCache(tmp_path, make_key(taps=()))
     write(cache, rows, target)
-    features = RowFeatures(target, rows, cache=cache.scan()).of([0, 1])
+    features = RowFeatures(Disk(cache.scan(), target.device), rows).of([0, 1])
     assert features.taps is None and cache.bytes_per_token == 32 * 4
     assert torch.equal(
-        features.last_hidden, RowFeatures(target, rows, keep_bytes=1e9).of([0, 1]).last_hidden
+        features.last_hidden,
+        RowFeatures(InProcess(target), rows, keep_bytes=1e9).of([0, 1]).last_hidden,
     )
 
 
@@ -114,8 +98,8 @@ def test_other_packings_find_the_texts_they_share(target, tmp_path):
     alone = [PackedRow.of(text) for text in texts]
     assert not missing(cache, alone)
     features, expected = (
-        RowFeatures(target, alone, cache=cache).of([2]),
-        RowFeatures(target, alone).of([2]),
+        RowFeatures(Disk(cache, target.device), alone).of([2]),
+        RowFeatures(InProcess(target), alone).of([2]),
     )
     torch.testing.assert_close(features.taps, expected.taps, atol=1e-5, rtol=1e-4)
     more = pack([*texts, TokenRow(rng.integers(3, 100, 7), np.arange(7) >= 2)], 48)
@@ -128,7 +112,7 @@ def test_other_packings_find_the_texts_they_share(target, tmp_path):
 def test_numbers_that_are_not_finite_are_refused_and_nothing_else_is_lost(
     target, rows, tmp_path, value, encoding
 ):
-    cache, states = FeatureCache(tmp_path, make_key(encoding)), RowFeatures(target, rows).made(0)
+    cache, states = FeatureCache(tmp_path, make_key(encoding)), InProcess(target).states(rows[0])
     (first, place), *_ = texts_of(rows[0])
     taps, last_hidden = states[0][place], states[1][place].clone()
     with pytest.raises(DataError, match="last_hidden"), ShardWriter(cache, 1e9) as writer:
@@ -183,7 +167,7 @@ def test_a_flipped_bit_is_noticed(written, rows):
     cache = FeatureCache(path.parents[1], make_key()).scan()
     with pytest.raises(DataError, match=path.name):
         for row in rows:
-            cache.row(row)
+            Disk(cache, torch.device("cpu")).fetch(row)
 
 
 def test_a_full_disk_is_said_and_what_was_written_stays(target, rows, tmp_path, monkeypatch):
@@ -215,10 +199,10 @@ def test_what_a_killed_writer_left_is_ignored_and_removed(written, tmp_path):
 def test_a_writer_that_was_killed_beside_another_and_runs_again(target, rows, tmp_path):
     """Between them every text is there once, and the target is asked for the rest alone."""
     killed = ShardWriter(FeatureCache(tmp_path, make_key()), 7 * SHARD)
-    source = RowFeatures(target, rows)
-    for index in range(0, len(rows), 2):  # and it never comes to its last shard
-        taps, last_hidden = source.made(index)
-        for text, place in texts_of(rows[index]):
+    source = InProcess(target)
+    for row in rows[::2]:  # and it never comes to its last shard
+        taps, last_hidden = source.states(row)
+        for text, place in texts_of(row):
             killed.add(text, taps[place], last_hidden[place])
     write(FeatureCache(tmp_path, make_key()), rows[1::2], target)
     cache = FeatureCache(tmp_path, make_key()).scan()
@@ -228,6 +212,7 @@ def test_a_writer_that_was_killed_beside_another_and_runs_again(target, rows, tm
     cache = FeatureCache(tmp_path, make_key()).scan()
     stored = [name for path in cache.shards for name in load_file(path) if name.endswith("taps")]
     assert sorted(stored) == sorted(f"{text.hex()}.taps" for text in whole)
-    kept = RowFeatures(target, rows, keep_bytes=1e9)
-    for index, row in enumerate(rows):
-        assert torch.equal(cache.row(row)[0], kept.of([index]).taps[0])
+    kept = RowFeatures(InProcess(target), rows, keep_bytes=1e9)
+    from_disk = RowFeatures(Disk(cache, target.device), rows)
+    for index in range(len(rows)):
+        assert torch.equal(from_disk.of([index]).taps, kept.of([index]).taps)

@@ -7,6 +7,7 @@ import torch
 
 from draftsmith.speculators.target.frozen_target import FrozenTarget
 from draftsmith.train.features.row_features import RowFeatures
+from draftsmith.train.features.source import InProcess
 from tests.support.training import make_rows
 
 
@@ -17,7 +18,10 @@ def target(tiny_model):
 
 def test_kept_features_are_those_of_a_forward(target):
     rows = make_rows()
-    fresh, kept = RowFeatures(target, rows), RowFeatures(target, rows, keep_bytes=1e9)
+    fresh, kept = (
+        RowFeatures(InProcess(target), rows),
+        RowFeatures(InProcess(target), rows, keep_bytes=1e9),
+    )
     indices = [3, 0, 5]
     expected, again = fresh.of(indices), kept.of(indices)
     text = expected.segment_ids >= 0
@@ -32,8 +36,8 @@ def test_kept_features_are_those_of_a_forward(target):
 def test_a_row_is_the_same_to_the_bit_in_any_batch_known_or_not(target):
     rows = make_rows()
     kept, forgetful = (
-        RowFeatures(target, rows, keep_bytes=1e9),
-        RowFeatures(target, rows, keep_bytes=1),
+        RowFeatures(InProcess(target), rows, keep_bytes=1e9),
+        RowFeatures(InProcess(target), rows, keep_bytes=1),
     )
     once, again, never_kept = kept.of([2, 4]), kept.of([4, 1, 2]), forgetful.of([2])
     length = len(rows[2])
@@ -46,7 +50,7 @@ def test_the_target_is_asked_once_per_row_and_no_more_is_kept_than_allowed(targe
     plain = target.features
     monkeypatch.setattr(target, "features", lambda **batch: asked.append(1) or plain(**batch))
     size = len(rows[0]) * (2 + 1) * 32 * 4
-    features = RowFeatures(target, rows, keep_bytes=size)
+    features = RowFeatures(InProcess(target), rows, keep_bytes=size)
     for _ in range(3):
         features.of([0])
     assert len(asked) == 1 and features.kept_bytes == size

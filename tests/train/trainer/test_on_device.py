@@ -17,6 +17,7 @@ from draftsmith.inference.progress import Stages
 from draftsmith.speculators.target.frozen_target import FrozenTarget
 from draftsmith.train.features.cache import FeatureCache
 from draftsmith.train.features.row_features import RowFeatures
+from draftsmith.train.features.source import Disk, InProcess
 from draftsmith.train.pipeline.drafter_stage import make_drafter
 from draftsmith.train.pipeline.run import held_out_evaluation
 from draftsmith.train.recipe.drafter_config import drafter_config
@@ -24,10 +25,10 @@ from draftsmith.train.regeneration.store import Response
 from draftsmith.train.trainer.trainer import Trainer
 from tests.support.cases import OPT
 from tests.support.device_emulation import DEVICE
+from tests.support.features import make_key, write
 from tests.support.models import make_tiny_model
 from tests.support.training import SHAPES, make_recipe, make_rows
 from tests.support.training import make_trainer as trainer_of
-from tests.train.features import test_feature_cache as caches
 
 TEXTS = {t: [Response("w", (5, 6, 7), (8, 9, 10, 11, 12), t, 0)] for t in (0.0, 1.0)}
 SMALL = {"draft_vocab_size": 60, "unroll_steps": 3}
@@ -85,17 +86,18 @@ def make_trainer(
     target = FrozenTarget(probe.model, config.tap_layers)
     probe.close()
     rows = rows or make_rows()
-    features = RowFeatures(target, rows, keep_bytes=recipe.training.keep_features_gb * 2**30)
+    features = RowFeatures(
+        InProcess(target), rows, keep_bytes=recipe.training.keep_features_gb * 2**30
+    )
     trained = make_drafter(recipe, config, target, features, Stages(enabled=False), folder)
     assert {p.device for p in trained.parameters()} == {DEVICE}
     return Trainer(
         recipe,
         target,
         trained,
-        rows,
+        features,
         accelerator=Accelerator(),
         folder=folder,
-        features=features,
         evaluate=held_out_evaluation(recipe, target, TEXTS),
     )
 
@@ -150,7 +152,7 @@ def test_a_target_trained_along(claimed_gpu, tmp_path):
 @pytest.mark.slow
 def test_cached_features_come_back_to_the_device(claimed_gpu, tmp_path):
     rows, target = make_rows(), FrozenTarget(on_device("llama"), [1, 2, 3])
-    caches.write(FeatureCache(tmp_path, key := caches.make_key("rotated")), rows, target)
-    features = RowFeatures(target, rows, cache=FeatureCache(tmp_path, key).scan()).of([0, 2])
+    write(FeatureCache(tmp_path, key := make_key("rotated")), rows, target)
+    features = RowFeatures(Disk(FeatureCache(tmp_path, key).scan(), DEVICE), rows).of([0, 2])
     assert features.taps.device == features.last_hidden.device == DEVICE
     assert features.taps.isfinite().all()

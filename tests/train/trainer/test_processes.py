@@ -19,6 +19,7 @@ from draftsmith.inference.progress import Stages
 from draftsmith.speculators.drafter import Drafter
 from draftsmith.speculators.target.frozen_target import FrozenTarget
 from draftsmith.train.features.row_features import RowFeatures
+from draftsmith.train.features.source import InProcess
 from draftsmith.train.pipeline.data_stage import waits_on_host
 from draftsmith.train.pipeline.drafter_stage import make_drafter
 from draftsmith.train.recipe.drafter_config import drafter_config
@@ -262,7 +263,7 @@ def test_a_head_begins_with_the_same_weights_whatever_was_drawn_before(tmp_path)
         config = drafter_config(recipe, FrozenTarget(model))
         target = FrozenTarget(model, config.tap_layers)
         torch.manual_seed(before)
-        features = RowFeatures(target, make_rows())
+        features = RowFeatures(InProcess(target), make_rows())
         drafter = make_drafter(recipe, config, target, features, Stages(), tmp_path)
         states.append(drafter.state_dict())
     assert_equal(*states)
