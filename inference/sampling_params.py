@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any
@@ -49,10 +50,11 @@ def without_accepted(where: str, given: Mapping[str, Any], table: Accepted) -> d
     for name in table.keys() & given.keys():
         values = table[name]
         if values is not None and given[name] not in values:
+            shown = reprlib.repr(given[name])
             raise ConfigError(
-                f"{name}={given[name]!r} would change what is loaded or written, and this runtime"
-                f" does not do it; leave it out (accepted: {', '.join(map(repr, values))})",
-                where=where,
+                f"{name}={shown} would change what is loaded or written, and this runtime does not"
+                f" do it; leave it out (accepted: {', '.join(map(repr, values))})",
+                where=f"{where}.{name}",
             )
     return {name: value for name, value in given.items() if name not in table}
 
@@ -69,6 +71,8 @@ def _checked(cls: Any) -> Any:
         except ValidationError as error:
             first = error.errors()[0]
             name = str(first["loc"][0])
+            if name not in cls.__dataclass_fields__:
+                raise ConfigError("is no parameter", where=f"SamplingParams.{name}") from None
             raise _fault(name, options.get(name, first["input"]), first["msg"]) from None
 
     cls.__init__ = __init__
@@ -76,7 +80,8 @@ def _checked(cls: Any) -> Any:
 
 
 def _fault(name: str, value: Any, reason: str) -> ConfigError:
-    return ConfigError(f"{name}={value!r}: {reason}", where="SamplingParams")
+    shown = reprlib.repr(value)  # values may be long, or nested deeply
+    return ConfigError(f"{reason}, not {shown}", where=f"SamplingParams.{name}")
 
 
 def _listed(value: Any) -> Any:
@@ -163,7 +168,8 @@ class SamplingParams:
             )
             self.temperature = MIN_TEMPERATURE
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise _fault("min_tokens", self.min_tokens, f"above max_tokens, {self.max_tokens}")
+            reason = f"expected max_tokens, {self.max_tokens}, at most"
+            raise _fault("min_tokens", self.min_tokens, reason)
         if self.stop and not self.detokenize:
             raise _fault("detokenize", False, "expected True, which stop strings need")
 

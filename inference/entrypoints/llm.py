@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from draftsmith.inference.engine.engine import Engine
 from draftsmith.inference.engine.memory import memory_fault
 from draftsmith.inference.engine_options import EngineOptions
-from draftsmith.inference.entrypoints.checks import prompt_faults, sampling_faults
+from draftsmith.inference.entrypoints.checks import CheckedRequest, prompt_faults, sampling_faults
 from draftsmith.inference.entrypoints.loading import (
     default_device,
     end_of_sequence_ids,
@@ -186,14 +186,10 @@ class LLM:
     def _run(
         self, prompts: list[Prompt], sampling_params: Params, use_tqdm: bool, speculate: bool
     ) -> list[RequestOutput]:
-        params = _params_per_prompt(sampling_params, len(prompts))
-        self._check(prompts, params)
+        checked = self.check(prompts, _params_per_prompt(sampling_params, len(prompts)))
         first = self._num_prompts
         try:
-            responses = [
-                self.submit(prompt, prompt_params, speculate=speculate)
-                for prompt, prompt_params in zip(prompts, params, strict=True)
-            ]
+            responses = [self.start(request, speculate=speculate) for request in checked]
             self._finish(responses, use_tqdm)
         except BaseException:
             # An interrupt too leaves nothing queued, of the request that was being submitted either
@@ -215,20 +211,32 @@ class LLM:
 
     # ------------------------------------------------------------------ one request
 
-    def check(self, prompt: Prompt, sampling_params: SamplingParams) -> None:
-        """ConfigError if the prompt cannot be run with these parameters. Changes nothing: callable
-        from any thread."""
-        self._check([prompt], [sampling_params])
-
-    def _check(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> None:
+    def check(
+        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]
+    ) -> list[CheckedRequest]:
+        """The prompts with their parameters, as `start` takes them. ConfigError names every prompt
+        that cannot be run; its `where` is "prompts", or the parameter that is at fault first.
+        Changes nothing: callable from any thread."""
         limit, vocab_size = self.engine.max_model_len, self.engine.target.vocab_size
-        faults = []
+        bad_words: dict[int, list[list[int]]] = {}  # by identity: many prompts may share parameters
+        wrong_params: dict[int, dict[str, str]] = {}
+        checked, faults = [], []
         for i, (prompt, asked) in enumerate(zip(prompts, params, strict=True)):
-            wrong = prompt_faults(prompt, vocab_size, limit)
-            wrong += sampling_faults(asked, self._tokenizer, vocab_size, self._eos_token_ids)
-            faults += [f"prompt {i} {fault}" for fault in wrong]
+            key = id(asked)
+            if key not in bad_words:
+                words = asked.bad_words if self._tokenizer is not None else ()
+                bad_words[key] = bad_word_ids(self._tokenizer, words)
+                wrong_params[key] = sampling_faults(
+                    asked, bad_words[key], self._tokenizer, vocab_size, self._eos_token_ids
+                )
+            wrong = [("prompts", fault) for fault in prompt_faults(prompt, vocab_size, limit)]
+            for name, fault in wrong_params[key].items():
+                wrong.append((f"SamplingParams.{name}", fault))
+            faults += [(where, f"prompt {i} {fault}") for where, fault in wrong]
+            checked.append(CheckedRequest(prompt, asked, bad_words[key]))
         if faults:
-            raise ConfigError("; ".join(faults))
+            raise ConfigError("; ".join(fault for _, fault in faults), where=faults[0][0])
+        return checked
 
     def submit(
         self,
@@ -241,22 +249,36 @@ class LLM:
         """Checks a prompt, hands it to the engine and returns at once, for whoever calls
         `engine.step` themselves: each step writes on the response, whose `delta` (with `streaming`)
         and `output` tell what there is."""
-        self.check(prompt, sampling_params)
+        (checked,) = self.check([prompt], [sampling_params])
+        return self.start(checked, streaming=streaming, speculate=speculate)
+
+    def start(
+        self,
+        checked: CheckedRequest,
+        *,
+        streaming: bool = False,
+        speculate: bool = True,
+        decodes_logprobs: bool = True,
+    ) -> Response:
+        """`submit` for what was checked before. `decodes_logprobs`: see Response."""
         self.engine.set_speculation(speculate)
         request_id = str(self._num_prompts)
         self._num_prompts += 1
         requests = [
-            self._request(request_id, i, prompt, sampling_params, streaming)
-            for i in range(sampling_params.n)
+            self._request(request_id, i, checked, streaming) for i in range(checked.params.n)
         ]
         for request in requests:
             self.engine.add(request)
-        tokenizer = self._tokenizer if sampling_params.detokenize else None
-        return Response(request_id, prompt.text, prompt.token_ids, requests, tokenizer)
+        prompt = checked.prompt
+        tokenizer = self._tokenizer if checked.params.detokenize else None
+        return Response(
+            request_id, prompt.text, prompt.token_ids, requests, tokenizer, decodes_logprobs
+        )
 
     def _request(
-        self, request_id: str, index: int, prompt: Prompt, params: SamplingParams, streaming: bool
+        self, request_id: str, index: int, checked: CheckedRequest, streaming: bool
     ) -> Request:
+        prompt, params = checked.prompt, checked.params
         generator = detokenizer = None
         if params.seed is not None:
             generator = make_generator(params.seed + index)
@@ -275,7 +297,7 @@ class LLM:
             eos_token_ids=self._eos_token_ids,
             max_model_len=self.engine.max_model_len,
             detokenizer=detokenizer,
-            bad_words=bad_word_ids(self._tokenizer, params.bad_words),
+            bad_words=checked.bad_words,
         )
 
     def abort(self, request_id: str) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
 
+from draftsmith.inference.entrypoints.text_limit import TextLimit
 from draftsmith.speculators.errors import ConfigError
 
 
@@ -93,10 +94,13 @@ def _encoded(tokenizer: Any, text: str, **options: Any) -> list[int]:
     return list(tokenizer(text, **options).input_ids)
 
 
-def chat_prompts(messages: Any, tokenizer: Any, options: dict[str, Any]) -> list[Prompt]:
+def chat_prompts(
+    messages: Any, tokenizer: Any, options: dict[str, Any], limit: TextLimit | None = None
+) -> list[Prompt]:
     """Conversations through the tokenizer's chat template, which writes every special token itself.
 
-    `messages`: one conversation, a list of {"role": ..., "content": ...}, or a list of them."""
+    `messages`: one conversation, a list of {"role": ..., "content": ...}, or a list of them.
+    `limit`: refuses texts before they are tokenized."""
     tokenizer = _required(tokenizer)
     if not isinstance(messages, (list, tuple)) or not messages:
         kind = "no messages" if messages in ([], ()) else f"a {type(messages).__name__}"
@@ -117,6 +121,8 @@ def chat_prompts(messages: Any, tokenizer: Any, options: dict[str, Any]) -> list
             text = tokenizer.apply_chat_template(turns, tokenize=False, **options)
         except Exception as error:  # templates are programs, which may raise anything
             raise ConfigError(f"the chat template cannot be used: {error}", where="chat") from error
+        if limit is not None:
+            limit.check(text)
         try:
             prompts.append(Prompt(text, _encoded(tokenizer, text, add_special_tokens=False)))
         except ConfigError as error:

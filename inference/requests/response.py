@@ -7,20 +7,27 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from draftsmith.inference.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from draftsmith.inference.outputs import (
+    CompletionOutput,
+    RequestMetrics,
+    RequestOutput,
+    SampleLogprobs,
+)
 from draftsmith.inference.requests.detokenizer import Detokenizer
 from draftsmith.inference.requests.request import Request
 
 
 @dataclass(eq=False)
 class Response:
-    """`tokenizer`: None if no text is requested."""
+    """`tokenizer`: None if no text is requested. `decodes_logprobs`: False leaves the texts of
+    log-probabilities to `decode_logprobs`."""
 
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
     requests: Sequence[Request]
     tokenizer: Any
+    decodes_logprobs: bool = True
 
     def __post_init__(self) -> None:
         self._sent = [0] * len(self.requests)  # output tokens already given out by `delta`
@@ -76,9 +83,8 @@ class Response:
             completion.logprobs = request.logprobs[start:]
             own = zip(request.output_token_ids, request.logprobs, strict=True)
             completion.cumulative_logprob = sum(entry[token].logprob for token, entry in own)
-            for entry in completion.logprobs if self.tokenizer is not None else ():
-                for token, logprob in entry.items():
-                    logprob.decoded_token = self.tokenizer.decode([token])
+            if self.decodes_logprobs:
+                decode_logprobs(completion.logprobs, self.tokenizer)
         return completion
 
     def _text(self, request: Request) -> str:
@@ -91,6 +97,15 @@ class Response:
         output = request.output_token_ids
         detokenizer.push(output[: len(output) - request.num_hidden_tokens])
         return detokenizer.finish()
+
+
+def decode_logprobs(logprobs: SampleLogprobs, tokenizer: Any) -> None:
+    """Sets the texts of the tokens; without a tokenizer they stay None."""
+    if tokenizer is None:
+        return
+    for entry in logprobs:
+        for token, logprob in entry.items():
+            logprob.decoded_token = tokenizer.decode([token])
 
 
 def _metrics(requests: Sequence[Request]) -> RequestMetrics:

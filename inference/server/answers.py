@@ -11,6 +11,7 @@ from draftsmith.inference.metrics import acceptance_length
 from draftsmith.inference.outputs import CompletionOutput, Logprob, RequestOutput
 from draftsmith.inference.requests.detokenizer import Detokenizer
 from draftsmith.inference.requests.request import Request
+from draftsmith.inference.requests.response import decode_logprobs
 from draftsmith.inference.sampling_params import SamplingParams
 from draftsmith.inference.server.engine_thread import Ticket
 
@@ -74,6 +75,8 @@ class CompletionWriter:
     def rest(self, prompt: int, index: int, completion: CompletionOutput) -> Answer:
         """The fields after the text that completions and chats have in common."""
         self._completion_tokens += len(completion.token_ids)
+        if completion.logprobs is not None:
+            decode_logprobs(completion.logprobs, self.ticket.begun[prompt].tokenizer)
         fields: Answer = {
             "logprobs": None if completion.logprobs is None else self.logprobs(index, completion),
             "finish_reason": completion.finish_reason,
@@ -150,9 +153,10 @@ class ChatWriter(CompletionWriter):
 
     def logprobs(self, index: int, completion: CompletionOutput) -> Answer:
         content = []
+        most = None if self.request.top_logprobs == -1 else self.request.top_logprobs
         for token, entries in zip(completion.token_ids, completion.logprobs or (), strict=True):
             best = sorted(entries.values(), key=lambda entry: -entry.logprob)
-            top = [_token(entry) for entry in best[: self.request.top_logprobs]]
+            top = [_token(entry) for entry in best[:most]]
             content.append(_token(entries[token]) | {"top_logprobs": top})
         return {"content": content}
 

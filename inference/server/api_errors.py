@@ -1,4 +1,4 @@
-"""Errors as clients receive them: OpenAI's shape, the status as their type, the name of the field.
+"""Errors as clients receive them: OpenAI's shape, vLLM's types, the name of the field.
 
 {"error": {"message": …, "type": …, "param": …, "code": …}}
 """
@@ -13,6 +13,16 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from draftsmith.speculators.errors import DraftsmithError
+
+# Status -> type and code: vLLM's for what vLLM answers in this shape, else what OpenAI's API sends.
+TYPES: dict[int, tuple[str, int | str | None]] = {
+    400: ("BadRequestError", 400),
+    401: ("invalid_request_error", "invalid_api_key"),
+    404: ("NotFoundError", 404),
+    429: ("requests", "rate_limit_exceeded"),
+    500: ("InternalServerError", 500),
+    503: ("server_error", None),
+}
 
 
 class APIError(HTTPException):
@@ -30,12 +40,13 @@ class APIError(HTTPException):
 
 
 def error_json(error: HTTPException) -> str:
-    words = HTTPStatus(error.status_code).phrase.title().removesuffix(" Error")
+    status = error.status_code
+    kind, code = TYPES.get(status, (HTTPStatus(status).phrase, status))
     body = {
         "message": str(error.detail),
-        "type": words.replace(" ", "") + "Error",  # BadRequestError
+        "type": kind,
         "param": getattr(error, "param", None),
-        "code": error.status_code,
+        "code": code,
     }
     return json.dumps({"error": body})
 

@@ -30,7 +30,9 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from draftsmith.inference.entrypoints.llm import LLM
+from draftsmith.inference.entrypoints.text_limit import TextLimit
 from draftsmith.inference.outputs import RequestOutput
+from draftsmith.inference.sampling_params import SamplingParams
 from draftsmith.inference.server.answers import ChatWriter, CompletionWriter
 from draftsmith.inference.server.api_errors import APIError, error_json, error_response, fault
 from draftsmith.inference.server.engine_thread import EngineThread, Ticket
@@ -41,7 +43,14 @@ from draftsmith.speculators.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-PAGE = Path(__file__).with_name("page.html")  # one file without data, so it needs no key
+NUM_WORKERS = 4  # threads that read requests and write long answers
+# The page is one file without data, so it needs no key. It may fetch nothing but this server's
+# answers.
+PAGE = Path(__file__).with_name("page.html")
+POLICY = (
+    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
 R = TypeVar("R")
 Endpoint = Callable[[Request], Awaitable[Response]]
 
@@ -56,14 +65,14 @@ class Server:
         name = options.served_model_name[0]
         self.metrics = ServerMetrics(name, llm, lambda: self.engine.in_flight)
         self.engine = EngineThread(llm, self.metrics, options)
+        self._text_limit = TextLimit(llm.get_tokenizer(), llm.engine.max_model_len)
+        self._workers = anyio.CapacityLimiter(NUM_WORKERS)
 
     async def completions(self, http: Request) -> Response:
-        request = CompletionRequest.read(await http.body())
-        return await self._generate(http, request, len(request.prompt), CompletionWriter)
+        return await self._generate(http, CompletionRequest, CompletionWriter)
 
     async def chat_completions(self, http: Request) -> Response:
-        request = ChatRequest.read(await http.body())
-        return await self._generate(http, request, 1, ChatWriter)
+        return await self._generate(http, ChatRequest, ChatWriter)
 
     async def models(self, http: Request) -> Response:
         names = self.options.served_model_name
@@ -81,7 +90,7 @@ class Server:
         text = PAGE.read_text(encoding="utf-8")
         if self.options.chat_template or self.llm.get_tokenizer().chat_template:
             text = text.replace('id="chat"', 'id="chat" checked', 1)
-        return HTMLResponse(text)
+        return HTMLResponse(text, headers={"Content-Security-Policy": POLICY})
 
     def _card(self, name: str) -> dict[str, Any]:
         """APIError 404 for a model that is not served."""
@@ -112,35 +121,60 @@ class Server:
 
         return keyed
 
+    async def _in_worker(self, work: Callable[[], R]) -> R:
+        """Calls `work` in a worker thread: the event loop and the engine serve all clients."""
+        return await anyio.to_thread.run_sync(work, limiter=self._workers)
+
+    def _read(
+        self, request_class: type[GenerationRequest], body: bytes
+    ) -> tuple[GenerationRequest, SamplingParams]:
+        request = request_class.read(body)
+        return request, request.params(self.options)
+
     async def _generate(
         self,
         http: Request,
-        request: GenerationRequest,
-        num_prompts: int,
+        request_class: type[GenerationRequest],
         writer_class: type[CompletionWriter],
     ) -> Response:
         """Answers a completion or a chat, whole or as a stream."""
+        body = await _body(http, self.options.max_request_bytes)
+        request, params = await self._in_worker(partial(self._read, request_class, body))
         base = {
             "id": f"{'chatcmpl' if writer_class is ChatWriter else 'cmpl'}-{uuid4().hex}",
             "created": int(time.time()),
             "model": self._card(request.model or self.options.served_model_name[0])["id"],
         }
-        params = request.params(self.options)
         ticket = self.engine.admit(
-            num_prompts * params.n, streaming=request.stream, traced=request.return_rounds
+            request.num_prompts * params.n, streaming=request.stream, traced=request.return_rounds
         )
         with ExitStack() as closing:
             closing.callback(ticket.close)
-            parse = partial(request.parse, self.llm, self.options)
-            prompts = await anyio.to_thread.run_sync(parse)
-            ticket.submit(prompts, params)
+            known = params, self.llm, self.options, self._text_limit
+            ticket.submit(await self._in_worker(partial(request.parse, *known)))
             detail = request.per_request_spec_decode_metrics
             detail = detail or self.options.per_request_spec_decode_metrics
             writer = writer_class(request, base, self.llm, ticket, detail)
             if request.stream:
-                return EventStream(_events(ticket, writer), closing.pop_all().close)
+                in_worker = None if params.logprobs is None else self._in_worker
+                return EventStream(_events(ticket, writer, in_worker), closing.pop_all().close)
             outputs = await _while_connected(http, _collect(ticket))
-            return JSONResponse(writer.whole(outputs))
+            return await self._in_worker(lambda: JSONResponse(writer.whole(outputs)))
+
+
+async def _body(http: Request, most: int) -> bytes:
+    """The body of a request. APIError 413 if it is longer than `most` bytes, which are the most
+    that is read of it."""
+    message = f"the body has more than {most} bytes; see --max-request-bytes"
+    length = http.headers.get("content-length", "")
+    if length.isdecimal() and int(length) > most:
+        raise APIError(413, message)
+    body = bytearray()
+    async for chunk in http.stream():
+        body += chunk
+        if len(body) > most:
+            raise APIError(413, message)
+    return bytes(body)
 
 
 async def _collect(ticket: Ticket) -> list[RequestOutput]:
@@ -165,18 +199,28 @@ async def _while_connected(http: Request, work: Awaitable[R]) -> R:
     raise APIError(400, "the client has disconnected")
 
 
-async def _events(ticket: Ticket, writer: CompletionWriter) -> AsyncIterator[str]:
-    """Server-sent events. Errors after the first one are events too."""
+async def _events(
+    ticket: Ticket,
+    writer: CompletionWriter,
+    in_worker: Callable[[Callable[[], list[str]]], Awaitable[list[str]]] | None,
+) -> AsyncIterator[str]:
+    """Server-sent events. Errors after the first one are events too. `in_worker`: calls what writes
+    the events, if that takes long."""
     try:
         async for index, output in ticket.outputs():
-            for chunk in writer.chunks(index, output):
-                yield f"data: {json.dumps(chunk)}\n\n"
+            write = partial(_lines, writer, index, output)
+            for line in write() if in_worker is None else await in_worker(write):
+                yield line
         for chunk in writer.last():
             yield f"data: {json.dumps(chunk)}\n\n"
     except Exception as error:
         logger.error("a stream was ended", exc_info=error)
         yield f"data: {error_json(fault(error))}\n\n"
     yield "data: [DONE]\n\n"
+
+
+def _lines(writer: CompletionWriter, index: int, output: RequestOutput) -> list[str]:
+    return [f"data: {json.dumps(chunk)}\n\n" for chunk in writer.chunks(index, output)]
 
 
 class EventStream(StreamingResponse):

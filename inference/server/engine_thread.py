@@ -3,7 +3,7 @@ two of them.
 
     ticket = engine.admit(1, streaming=True)    # or 429: too many wait
     try:
-        ticket.submit([prompt], params)
+        ticket.submit(llm.check([prompt], [params]))
         async for index, output in ticket.outputs(): ...
     finally:
         ticket.close()                          # unfinished requests leave within a round
@@ -23,11 +23,11 @@ from functools import partial
 import torch
 from starlette.exceptions import HTTPException
 
+from draftsmith.inference.entrypoints.checks import CheckedRequest
 from draftsmith.inference.entrypoints.llm import LLM
 from draftsmith.inference.entrypoints.prompts import Prompt
 from draftsmith.inference.outputs import RequestOutput
 from draftsmith.inference.requests.response import Response
-from draftsmith.inference.sampling_params import SamplingParams
 from draftsmith.inference.server.api_errors import APIError, fault, reason
 from draftsmith.inference.server.prometheus import ServerMetrics
 from draftsmith.inference.server.serve_options import ServerOptions
@@ -67,11 +67,12 @@ class Ticket:
         self.begun: dict[int, Response] = {}
         self.updates: asyncio.Queue[tuple[int, RequestOutput | HTTPException]] = asyncio.Queue()
 
-    def submit(self, prompts: Sequence[Prompt], params: SamplingParams) -> None:
+    def submit(self, requests: Sequence[CheckedRequest]) -> None:
+        """Of one client, a request for each prompt."""
         self._engine.require_running()
-        self.prompts = prompts
-        for index in range(len(prompts)):
-            self._engine.call(partial(self._engine.begin, self, index, params))
+        self.prompts = [request.prompt for request in requests]
+        for index, request in enumerate(requests):
+            self._engine.call(partial(self._engine.begin, self, index, request))
 
     async def outputs(self) -> AsyncIterator[tuple[int, RequestOutput]]:
         """(index of the prompt, output) until all are finished. APIError if one could not be
@@ -215,16 +216,15 @@ class EngineThread:
             message = f"{self._failed_steps} steps failed in a row, the last: {reason(error)}"
             raise EngineFailure(message) from error
 
-    def begin(self, ticket: Ticket, index: int, params: SamplingParams) -> None:
+    def begin(self, ticket: Ticket, index: int, request: CheckedRequest) -> None:
         """Hands a prompt to the engine."""
-        prompt = ticket.prompts[index]
         try:
-            response = self.llm.submit(prompt, params, streaming=ticket.streaming)
+            response = self.llm.start(request, streaming=ticket.streaming, decodes_logprobs=False)
         except Exception as error:
             self._updates.append((ticket, index, fault(error)))
             return
-        for request in response.requests if ticket.traced else ():
-            request.rounds = []
+        for writing in response.requests if ticket.traced else ():
+            writing.rounds = []
         ticket.begun[index] = response
         self._active[response.request_id] = (ticket, index)
 

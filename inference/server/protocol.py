@@ -1,21 +1,24 @@
 """Requests of the API, as prompts and sampling parameters: OpenAI's fields, and vLLM's for
 everything that SamplingParams holds.
 
-What is no field here goes to SamplingParams, which refuses unknown ones, and takes those of vLLM
-that are not implemented at the value that stands for what is done anyway. Errors name the field."""
+What is no field here goes to SamplingParams, which takes those of vLLM that are not implemented at
+the value that stands for what is done anyway. Errors name the field."""
 
 from __future__ import annotations
 
 import json
-import re
 from abc import abstractmethod
+from collections.abc import Iterator
+from dataclasses import fields
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
+from draftsmith.inference.entrypoints.checks import CheckedRequest
 from draftsmith.inference.entrypoints.llm import LLM
 from draftsmith.inference.entrypoints.prompts import Prompt, chat_prompts
-from draftsmith.inference.sampling_params import SamplingParams
+from draftsmith.inference.entrypoints.text_limit import TextLimit
+from draftsmith.inference.sampling_params import ACCEPTED, SamplingParams
 from draftsmith.inference.server.api_errors import APIError
 from draftsmith.inference.server.serve_options import ServerOptions, SpecDecodeDetail
 from draftsmith.speculators.errors import ConfigError
@@ -29,6 +32,25 @@ FIXED: dict[str, Any] = {  # accepted at this value, or null, only; SamplingPara
     "response_format": {"type": "text"},
     "suffix": None,
 }
+PARAMETERS = {field.name for field in fields(SamplingParams)} | ACCEPTED.keys()
+
+# Limits of one request, so that it cannot hold up the others. Every round looks at every stop
+# string and bad word.
+MOST_LEVELS = 64  # of JSON in each other
+MOST_ENTRIES = {"stop": 64, "bad_words": 256, "stop_token_ids": 1024, "logit_bias": 1024}
+MOST_CHARACTERS = 1024  # of a stop string, and of a bad word
+
+
+def _nested_too_deeply(value: Any) -> bool:
+    """True for JSON with more than `MOST_LEVELS` levels, which no function may walk by calling
+    itself."""
+    level = [value]
+    for _ in range(MOST_LEVELS):
+        inner = [part.values() if isinstance(part, dict) else part for part in level]
+        level = [v for part in inner for v in part if isinstance(v, (dict, list))]
+        if not level:
+            return False
+    return True
 
 
 def _prompts(given: Any) -> list[Any]:
@@ -49,6 +71,7 @@ class GenerationRequest(BaseModel):
 
     model_config = ConfigDict(extra="allow", strict=True, protected_namespaces=())
     prompt_field: ClassVar[str]
+    logprobs_field: ClassVar[str]
     default_max_tokens: ClassVar[int | None]
 
     model: str | None = None
@@ -64,14 +87,19 @@ class GenerationRequest(BaseModel):
     def read(cls, body: bytes) -> Self:
         """The request in a body of JSON. null stands for the default, as in OpenAI's API."""
         try:
-            fields = json.loads(body)
-            json.dumps(fields, ensure_ascii=False).encode()  # JSON can spell what is no Unicode
+            body_fields = json.loads(body)
+            json.dumps(
+                body_fields, ensure_ascii=False
+            ).encode()  # JSON can spell what is no Unicode
         except (ValueError, RecursionError) as error:
             raise APIError(400, f"the body is not JSON: {type(error).__name__}") from None
-        if not isinstance(fields, dict):
+        if not isinstance(body_fields, dict):
             raise APIError(400, "the body is not a JSON object")
+        for name, value in body_fields.items():
+            if _nested_too_deeply([value]):
+                raise APIError(400, f"{name}: more than {MOST_LEVELS} levels", name)
         try:
-            request = cls.model_validate({n: v for n, v in fields.items() if v is not None})
+            request = cls.model_validate({n: v for n, v in body_fields.items() if v is not None})
         except ValidationError as error:
             fault = error.errors()[0]
             name = str(fault["loc"][0])
@@ -86,6 +114,25 @@ class GenerationRequest(BaseModel):
         for name in ("stream_options", "return_rounds"):
             if getattr(self, name) and not self.stream:
                 raise APIError(400, f"{name}: only with stream: true", name)
+        for name in self.extra:
+            if name not in PARAMETERS and name not in IGNORED and name not in FIXED:
+                raise APIError(400, f"{name}: there is no such field", name)
+        for name, most in MOST_ENTRIES.items():
+            self._require_few(name, getattr(self, name, None), most)
+
+    def _require_few(self, name: str, entries: Any, most: int) -> None:
+        if isinstance(entries, str):
+            entries = [entries]
+        if not isinstance(entries, (list, tuple, dict)):
+            return
+        if len(entries) > most:
+            raise APIError(400, f"{name}: {len(entries)} entries; at most {most}", name)
+        if any(isinstance(one, str) and len(one) > MOST_CHARACTERS for one in entries):
+            raise APIError(400, f"{name}: at most {MOST_CHARACTERS} characters each", name)
+
+    @property
+    @abstractmethod
+    def num_prompts(self) -> int: ...
 
     @property
     def extra(self) -> dict[str, Any]:
@@ -101,52 +148,69 @@ class GenerationRequest(BaseModel):
         return "max_tokens"
 
     @abstractmethod
-    def tokenize(self, llm: LLM, options: ServerOptions) -> list[Prompt]:
-        """ConfigError for prompts that cannot be."""
+    def tokenize(self, llm: LLM, options: ServerOptions, limit: TextLimit) -> Iterator[Prompt]:
+        """ConfigError for prompts that cannot be, of texts beyond the limit before they are
+        tokenized."""
 
     @abstractmethod
     def num_logprobs(self) -> int | None: ...
 
-    def parse(self, llm: LLM, options: ServerOptions) -> list[Prompt]:
+    def parse(
+        self, params: SamplingParams, llm: LLM, options: ServerOptions, limit: TextLimit
+    ) -> list[CheckedRequest]:
         """The prompts, checked with the parameters against the model. Takes time and changes
         nothing but caches, so that worker threads can do it."""
-        params = self.params(options)
-        try:
-            prompts = self.tokenize(llm, options)
-            for prompt in prompts:
-                llm.check(prompt, params)
-        except ConfigError as error:
-            raise self._named(error, self.prompt_field) from error
+        vocab_size = llm.engine.target.vocab_size
+        self._require_few("allowed_token_ids", params.allowed_token_ids, vocab_size)
+        self._require_few_logprobs(params, vocab_size, options.max_logprobs)
         context, most = llm.engine.max_model_len, getattr(self, self.max_field) or 0
-        for prompt in prompts:
-            if (tokens := len(prompt.token_ids)) + most > context:
-                sizes = f"{self.max_field}={most}, a prompt of {tokens} tokens"
-                raise APIError(400, f"{sizes}; the context is {context}", self.max_field)
-        return prompts
+        prompts = []
+        try:
+            for prompt in self.tokenize(llm, options, limit):
+                if (tokens := len(prompt.token_ids)) >= context:
+                    llm.check([prompt], [params])  # says so, before others are tokenized
+                if tokens + most > context:
+                    sizes = f"{self.max_field}={most}, a prompt of {tokens} tokens"
+                    raise APIError(400, f"{sizes}; the context is {context}", self.max_field)
+                prompts.append(prompt)
+            return llm.check(prompts, [params] * len(prompts))
+        except ConfigError as error:
+            raise self._named(error) from error
+
+    def _require_few_logprobs(self, params: SamplingParams, vocab_size: int, most: int) -> None:
+        """vLLM's --max-logprobs: -1 is the vocabulary, in a request as well."""
+        logprobs = vocab_size if params.logprobs == -1 else params.logprobs or 0
+        if logprobs > (vocab_size if most == -1 else most):
+            name = self.logprobs_field
+            raise APIError(400, f"{name}: at most {most} here; see --max-logprobs", name)
 
     def params(self, options: ServerOptions) -> SamplingParams:
         """Everything but the prompts."""
         values: dict[str, Any] = {"max_tokens": self.default_max_tokens}
         values |= options.sampling_defaults
-        values |= {n: v for n, v in self.extra.items() if n not in (*IGNORED, *FIXED)}
+        values |= {n: v for n, v in self.extra.items() if n in PARAMETERS}
         if (most := getattr(self, self.max_field)) is not None:
             values["max_tokens"] = most
         bias = {int(token): value for token, value in self.logit_bias.items()} or None
         try:
             return SamplingParams(**values, logit_bias=bias, logprobs=self.num_logprobs())
         except ConfigError as error:
-            raise self._named(error, None) from error
+            raise self._named(error) from error
 
-    def _named(self, error: ConfigError, field: str | None) -> APIError:
-        """With the first parameter in the message as the field at fault, else `field`."""
-        message = str(error).removeprefix("SamplingParams: ")
-        names = {*self.extra, "logit_bias", "logprobs", "max_tokens"}
-        param = next((word for word in re.findall(r"\w+", message) if word in names), field)
-        return APIError(400, message, self.max_field if param == "max_tokens" else param)
+    def _named(self, error: ConfigError) -> APIError:
+        """With the parameter that the error is about as the field at fault, else the prompts."""
+        parameter = "SamplingParams."
+        where = error.where or ""
+        if not where.startswith(parameter):
+            return APIError(400, str(error), self.prompt_field)
+        name = where.removeprefix(parameter)
+        field = {"max_tokens": self.max_field, "logprobs": self.logprobs_field}.get(name, name)
+        return APIError(400, str(error).removeprefix(parameter), field)
 
 
 class CompletionRequest(GenerationRequest):
     prompt_field = "prompt"
+    logprobs_field = "logprobs"
     default_max_tokens = 16
 
     prompt: Annotated[list[Any], BeforeValidator(_prompts)]
@@ -155,20 +219,25 @@ class CompletionRequest(GenerationRequest):
     def num_logprobs(self) -> int | None:
         return self.logprobs
 
-    def tokenize(self, llm: LLM, options: ServerOptions) -> list[Prompt]:
+    @property
+    def num_prompts(self) -> int:
+        return len(self.prompt)
+
+    def tokenize(self, llm: LLM, options: ServerOptions, limit: TextLimit) -> Iterator[Prompt]:
         tokenizer = llm.get_tokenizer()
-        return [
-            Prompt(None, given)
-            if isinstance(given, list)
-            else Prompt(given, list(tokenizer(given).input_ids))
-            for given in self.prompt
-        ]
+        for given in self.prompt:
+            if isinstance(given, list):
+                yield Prompt(None, given)
+            else:
+                limit.check(given)
+                yield Prompt(given, list(tokenizer(given).input_ids))
 
 
 class ChatRequest(GenerationRequest):
     """Tools are for the chat template; calls are not parsed."""
 
     prompt_field = "messages"
+    logprobs_field = "top_logprobs"
     default_max_tokens = None
 
     messages: list[Any]
@@ -188,7 +257,18 @@ class ChatRequest(GenerationRequest):
     def max_field(self) -> str:
         return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
 
-    def tokenize(self, llm: LLM, options: ServerOptions) -> list[Prompt]:
+    @property
+    def num_prompts(self) -> int:
+        return 1
+
+    def check(self) -> None:
+        super().check()
+        # a template is a program, which may run for ever
+        if "chat_template" in self.chat_template_kwargs:
+            name = "chat_template_kwargs"
+            raise APIError(400, f"{name}: templates come with --chat-template", name)
+
+    def tokenize(self, llm: LLM, options: ServerOptions, limit: TextLimit) -> Iterator[Prompt]:
         template_options = {
             "chat_template": options.chat_template,
             "add_generation_prompt": True,
@@ -196,4 +276,5 @@ class ChatRequest(GenerationRequest):
             **options.default_chat_template_kwargs,
             **self.chat_template_kwargs,
         }
-        return chat_prompts([self.messages], llm.get_tokenizer(), template_options)
+        tokenizer = llm.get_tokenizer()
+        yield from chat_prompts([self.messages], tokenizer, template_options, limit)

@@ -55,6 +55,8 @@ class ServerOptions(BaseModel):
         (), "keys that open the server, all but /health (or DRAFTSMITH_API_KEY)"
     )
     max_num_queued_reqs: int = option(256, "waiting responses; then 429", ge=0)
+    max_request_bytes: int = option(8 * 1024**2, "longest body of a request; then 413", ge=1)
+    max_logprobs: int = option(20, "most logprobs of a token; -1: the vocabulary", ge=-1)
     shutdown_timeout_s: int = option(20, "seconds for running requests after SIGTERM", ge=0)
     per_request_spec_decode_metrics: SpecDecodeDetail = option("none", "acceptance of each answer")
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import httpx2
 import pytest
 
@@ -14,13 +16,34 @@ def url(serving, drafting_llm, model):
     return serving(drafting_llm("ngram", model), max_num_queued_reqs=10)
 
 
-def check_shape(answer, status: int, param: str | None = None, kind: str | None = None) -> str:
+KINDS = {  # status -> type and code
+    400: ("BadRequestError", 400),
+    401: ("invalid_request_error", "invalid_api_key"),
+    404: ("NotFoundError", 404),
+    405: ("Method Not Allowed", 405),
+    500: ("InternalServerError", 500),
+}
+
+
+def check_shape(answer, status: int, param: str | None = None) -> str:
     assert answer.status_code == status, answer.text
     assert answer.headers["content-type"] == "application/json" and set(answer.json()) == {"error"}
     error = answer.json()["error"]
-    assert set(error) == {"message", "type", "param", "code"} and error["code"] == status
-    assert error["param"] == param and (kind is None or error["type"] == kind) and error["message"]
+    assert set(error) == {"message", "type", "param", "code"} and error["message"]
+    assert error["param"] == param
+    assert (error["type"], error["code"]) == KINDS[status]
     return error["message"]
+
+
+def nested(levels: int) -> list:
+    value: list = []
+    for _ in range(levels - 1):
+        value = [value]
+    return value
+
+
+def turn(**fields) -> dict:
+    return {"messages": [{"role": "user", "content": "hi", **fields}]}
 
 
 FAULTS = [  # the field at fault is the first one; one case for each place that finds faults
@@ -32,12 +55,28 @@ FAULTS = [  # the field at fault is the first one; one case for each place that 
     (COMPLETION, {"n": 19}),  # by the queue
     (COMPLETION, {"temperature": -1}),  # by SamplingParams
     (COMPLETION, {"logprobs": -2}),
+    (COMPLETION, {"logprobs": 21}),  # by --max-logprobs
+    (COMPLETION, {"logprobs": -1}),
+    (CHAT, {"top_logprobs": 21, "logprobs": True}),
+    (CHAT, {"top_logprobs": -1, "logprobs": True}),
+    (COMPLETION, {"stop": ["x"] * 65}),  # by the limits of lists
+    (COMPLETION, {"stop": "x" * 1025}),
+    (COMPLETION, {"bad_words": ["x"] * 257}),
+    (COMPLETION, {"stop_token_ids": [1] * 1025}),
+    (COMPLETION, {"logit_bias": {str(i): 1 for i in range(1025)}}),
+    (COMPLETION, {"allowed_token_ids": [1] * 260}),
+    (COMPLETION, {"temperature": nested(900)}),  # by its depth
+    (CHAT, turn(more=nested(900))),
+    (CHAT, turn(tool_calls=5)),  # by what reads conversations
+    (CHAT, {"chat_template_kwargs": {"chat_template": "x"}}),
     (COMPLETION, {"logit_bias": {"a": 1}}),
     (COMPLETION, {"logit_bias": {"300": 1}}),
     (COMPLETION, {"stop_token_ids": [9999]}),
     (COMPLETION, {"stream_options": {"include_usage": True}}),
     (COMPLETION, {"best_of": 3}),  # vLLM's alone
     (COMPLETION, {"no_such_field": 1}),
+    (COMPLETION, {"self": 1}),  # names of the code
+    (COMPLETION, {"__dataclass_self__": 1}),
     (CHAT, {"messages": []}),
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}),
     (CHAT, {"top_logprobs": 2}),
@@ -54,16 +93,51 @@ def test_every_fault_names_its_field(url):
     }
     for path, fields in FAULTS:
         answer = CLIENT.post(url + path, json=defaults[path] | fields)
-        check_shape(answer, 400, next(iter(fields)), "BadRequestError")
+        check_shape(answer, 400, next(iter(fields)))
+
+
+def test_bodies_beyond_the_limit_are_refused_before_they_are_read_whole(
+    serving, drafting_llm, model
+):
+    """Whether their length is told before or not."""
+    url = serving(drafting_llm("off", model), max_request_bytes=100)
+    longest = json.dumps({"prompt": "x", "max_tokens": 1}).encode().ljust(100)
+    for body, status in ((longest, 200), (longest + b" ", 413)):
+        for content in (body, iter([body])):
+            assert CLIENT.post(url + COMPLETION, content=content).status_code == status
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_prompts_beyond_the_context_are_refused_before_they_are_tokenized(
+    serving, drafting_llm, model, byte_tokenizer, monkeypatch, chat
+):
+    url = serving(drafting_llm("off", model))
+    monkeypatch.setattr(type(byte_tokenizer), "_encode_plus", lambda *_, **__: {}["tokenized"])
+    text = "x" * 5000
+    path, fields = (CHAT, turn(content=text)) if chat else (COMPLETION, {"prompt": text})
+    check_shape(CLIENT.post(url + path, json=fields), 400, next(iter(fields)))
+
+
+def test_logprobs_beyond_the_default_are_for_a_server_that_allows_them(
+    serving, drafting_llm, model
+):
+    """-1 is the vocabulary, in the flag and in a request."""
+    url = serving(drafting_llm("off", model), max_logprobs=-1)
+    request = {"prompt": "x", "max_tokens": 1, "logprobs": -1}
+    (choice,) = CLIENT.post(url + COMPLETION, json=request).json()["choices"]
+    asked = turn() | {"max_tokens": 1, "logprobs": True, "top_logprobs": -1}
+    (chat,) = CLIENT.post(url + CHAT, json=asked).json()["choices"]
+    assert len(choice["logprobs"]["top_logprobs"][0]) > 128  # by text: bytes alone have none
+    assert len(chat["logprobs"]["content"][0]["top_logprobs"]) == model.config.vocab_size
 
 
 def test_what_is_no_request_at_all_is_answered(url):
     for content in (b"{", b"\xff\xfe", b"[" * 2000, b"7", b'{"prompt": "\\ud800"}'):
         check_shape(CLIENT.post(url + COMPLETION, content=content), 400)
-    check_shape(CLIENT.get(url + "/nowhere"), 404, kind="NotFoundError")
+    check_shape(CLIENT.get(url + "/nowhere"), 404)
     check_shape(CLIENT.get(url + COMPLETION), 405)
     missing = CLIENT.post(url + COMPLETION, json={"prompt": "x", "model": "gpt\n"})
-    assert "tiny" in check_shape(missing, 404, "model", "NotFoundError")
+    assert "tiny" in check_shape(missing, 404, "model")
 
 
 def test_parameters_at_their_ends_leave_the_server_healthy(url):
@@ -80,10 +154,12 @@ def test_parameters_at_their_ends_leave_the_server_healthy(url):
 def test_routes_are_behind_the_keys(serving, drafting_llm, model):
     url = serving(drafting_llm("off", model), api_key=("first", "second"))
     assert CLIENT.get(f"{url}/health").status_code == CLIENT.get(f"{url}/").status_code == 200
+    policy = CLIENT.get(f"{url}/").headers["content-security-policy"]
+    assert "default-src 'none'" in policy and "connect-src 'self'" in policy
     for path in ("/v1/models", "/metrics"):
         for key in ("", "Bearer third", "first"):
             answer = CLIENT.get(url + path, headers={"Authorization": key})
-            check_shape(answer, 401, kind="UnauthorizedError")
+            check_shape(answer, 401)
     for key in ("first", "second"):
         headers = {"Authorization": f"Bearer {key}"}
         assert CLIENT.get(f"{url}/v1/models", headers=headers).status_code == 200
@@ -94,5 +170,5 @@ def test_fault_of_the_server_is_answered(serving, drafting_llm, model, monkeypat
     url = serving(drafting_llm("off", model))
     monkeypatch.setattr(serving.server(url).llm, "check", lambda *_: {}["missing"])
     answer = CLIENT.post(url + COMPLETION, json={"prompt": "x"})
-    assert "missing" in check_shape(answer, 500, kind="InternalServerError")
+    assert "missing" in check_shape(answer, 500)
     assert serving.server(url).engine.in_flight == 0

@@ -120,6 +120,34 @@ def test_a_client_that_hangs_up_gives_its_row_back(serving, drafting_llm, model,
     assert request.finish_reason == "abort" and len(rounds) <= 6
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_engine_thread_neither_tokenizes_nor_decodes_logprobs(
+    serving, drafting_llm, model, byte_tokenizer, monkeypatch, stream
+):
+    """Workers do, each text once, whatever n is."""
+    kind = type(byte_tokenizer)
+    tokenize, decode, texts, threads = kind.__call__, kind.decode, [], set()
+
+    def recorded_call(tokenizer, text, **options):
+        texts.append(text)
+        threads.add(threading.current_thread().name)
+        return tokenize(tokenizer, text, **options)
+
+    def recorded_decode(tokenizer, token_ids, **options):
+        if not options:  # with options it writes the response
+            threads.add(threading.current_thread().name)
+        return decode(tokenizer, token_ids, **options)
+
+    monkeypatch.setattr(kind, "__call__", recorded_call)
+    monkeypatch.setattr(kind, "decode", recorded_decode)
+    request = {"prompt": "abc", "bad_words": ["x", "yz"], "n": 2, "logprobs": 2, "max_tokens": 3}
+    url = serving(drafting_llm("off", model))
+    answer = CLIENT.post(f"{url}/v1/completions", json=request | {"stream": stream})
+    assert answer.status_code == 200 and "top_logprobs" in answer.text
+    assert texts == ["abc", "x", " x", "yz", " yz"]
+    assert threads and not any(name.startswith("engine") for name in threads)
+
+
 def test_a_full_queue_refuses(serving, drafting_llm, model):
     url = serving(drafting_llm("off", model, max_num_seqs=1), max_num_queued_reqs=1)
     server, request = serving.server(url), LONG | {"max_tokens": 60}
@@ -129,9 +157,9 @@ def test_a_full_queue_refuses(serving, drafting_llm, model):
         ]
         wait_until(lambda: server.engine.in_flight == 2)
         refused = CLIENT.post(f"{url}/v1/completions", json=request)
-        assert (
-            refused.status_code == 429 and refused.json()["error"]["type"] == "TooManyRequestsError"
-        )
+        error = refused.json()["error"]
+        assert (error["type"], error["code"]) == ("requests", "rate_limit_exceeded")
+        assert refused.status_code == 429
         assert int(refused.headers["Retry-After"]) >= 1
         assert metric(url, "num_requests_waiting{.*}") == 1
         assert [answer.result().status_code for answer in answers] == [200, 200]
