@@ -30,10 +30,12 @@ from typing import Any, Literal
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from draftsmith.inference.provenance import text_sha256
 from draftsmith.speculators.errors import DataError
 from draftsmith.train.data.bad_rows import BadRow
+from draftsmith.train.data.pieces import PiecewiseTokenizer, SpecialTokens, tokenise
 from draftsmith.train.data.sources import (
     REASONING_FIELDS,
     Example,
@@ -158,12 +160,32 @@ class ConversationTokenizer:
                 "the conversation has no assistant turn to learn from; turn regenerate on to have"
                 " the target answer it",
             )
-        turns = [self._turn(example, messages, index) for index in spoken]
-        return fewest_rows(turns, example.workload)
+        return fewest_rows(self._turns(example, messages, spoken), example.workload)
 
     # ----------------------------------------------------------------------------------- one turn
 
-    def _turn(self, example: Example, messages: list[Message], index: int) -> Turn:
+    def _turns(self, example: Example, messages: list[Message], spoken: list[int]) -> list[Turn]:
+        """The assistant turns `spoken`. What they share is tokenised once, where that gives the
+        tokens of whole texts."""
+        if len(spoken) > 1:
+            pieces = PiecewiseTokenizer(self.tokenizer, self._special_tokens)
+            turns: list[Turn] = []
+            refusal = None
+            try:
+                for index in spoken:
+                    turns.append(self._turn(example, messages, index, pieces))
+            except BadRow as error:
+                refusal = error
+            if pieces.as_whole():
+                if refusal is not None:
+                    raise refusal
+                return turns
+        whole = PiecewiseTokenizer(self.tokenizer)
+        return [self._turn(example, messages, index, whole) for index in spoken]
+
+    def _turn(
+        self, example: Example, messages: list[Message], index: int, tokens: PiecewiseTokenizer
+    ) -> Turn:
         """Assistant turn `index`."""
         head_text = self._render(example, messages, index, prompt=True)
         tail_text = self._render(example, messages, index + 1, prompt=False)
@@ -178,7 +200,7 @@ class ConversationTokenizer:
                 f"the chat template does not show its {missing}; {advice}use a template that does, "
                 "or turn regenerate on",
             )
-        head, ids = self._encode(head_text), self._encode(tail_text)
+        head, ids = tokens.encode(head_text), tokens.encode(tail_text)
         common = _common(head, ids)
         alone, joined = self._decode(head[common:]), self._decode(ids[common : common + 8])
         if common < len(head) and tail_text.startswith(head_text):
@@ -187,12 +209,12 @@ class ConversationTokenizer:
                 f" is followed up as {joined!r}; strip the turn's leading whitespace",
             )
         if self._marked(example):
-            mask = self._marked_mask(example, messages, index)
-            if len(mask) != len(ids):
+            marked_text, marks = self._marks(example, messages[: index + 1])
+            if marked_text != tail_text:
                 raise refusal(
                     "two renderings of it differ; the template must not depend on time or chance",
                 )
-            mask[:common] = False
+            mask = tokens.marked(tail_text, marks, common)
         elif common == len(head):
             mask = np.arange(len(ids)) >= common
         else:
@@ -207,22 +229,20 @@ class ConversationTokenizer:
         end = int(np.flatnonzero(mask)[-1]) + 1
         return Turn(ids[:end], mask[:end])
 
-    def _marked_mask(self, example: Example, messages: list[Message], index: int) -> np.ndarray:
-        """The tokens that the template's own markers enclose, up to turn `index`: bool [T]."""
-        out = self._apply_template(
-            example,
-            messages[: index + 1],
-            tokenize=True,
-            return_dict=True,
+    def _marks(
+        self, example: Example, messages: list[Message]
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """The text of `messages`, and what of it the template's own markers enclose: characters
+        [start, end)."""
+        tools: Any = list(example.tools) or None
+        texts, marks = render_jinja_template(  # type: ignore[str-unpack]  # of another annotation
+            [messages],
+            tools=tools,
+            chat_template=self.tokenizer.get_chat_template(self.chat_template, tools),
             return_assistant_tokens_mask=True,
-            tokenizer_kwargs={"return_offsets_mapping": True, "verbose": False},
+            **{**self.tokenizer.special_tokens_map, **self._variables},
         )
-        mask, spans = np.asarray(out["assistant_masks"], dtype=bool), out["offset_mapping"]
-        for i in range(
-            1, len(mask)
-        ):  # of the tokens that share the last character transformers marks one
-            mask[i] |= mask[i - 1] and spans[i][0] < spans[i - 1][1]
-        return mask
+        return texts[0], list(marks[0])  # type: ignore[arg-type]
 
     def _close(self, ids: list[int], mask: np.ndarray) -> np.ndarray:
         """Ends the mask with the end-of-turn token, which markers may have left out."""
@@ -295,19 +315,22 @@ class ConversationTokenizer:
 
     def _apply_template(self, example: Example, messages: list[Message], **options: Any) -> Any:
         tools: Any = list(example.tools) or None
-        clock: dict[str, Any] = {} if self.date is None else {CLOCK: self.date.strftime}
         return self.tokenizer.apply_chat_template(
             messages,
             tools=tools,
             chat_template=self.chat_template,
             **options,
-            **clock,
-            **self.template_kwargs,
+            **self._variables,
         )
 
+    @property
+    def _variables(self) -> dict[str, Any]:
+        """What the template is given beside the conversation."""
+        clock: dict[str, Any] = {} if self.date is None else {CLOCK: self.date.strftime}
+        return clock | self.template_kwargs
+
     def _encode(self, text: str) -> list[int]:
-        """Tokens of rendered text: no BOS is added, templates write their own."""
-        return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return tokenise(self.tokenizer, text)
 
     def _decode(self, ids: Sequence[int]) -> str:
         return str(
@@ -321,6 +344,10 @@ class ConversationTokenizer:
         return self.tokenizer.is_fast and bool(_MARKER.search(template))
 
     @cached_property
+    def _special_tokens(self) -> SpecialTokens:
+        return SpecialTokens(self.tokenizer)
+
+    @cached_property
     def _special_ids(self) -> frozenset[int]:
         added = getattr(self.tokenizer, "added_tokens_decoder", {})
         return frozenset(self.tokenizer.all_special_ids) | {
@@ -329,10 +356,15 @@ class ConversationTokenizer:
 
 
 def _common(a: Sequence[Any], b: Sequence[Any]) -> int:
-    """Length of the longest common prefix."""
-    return next(
-        (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
-    )
+    """Length of the longest common prefix, by halves: slices compare faster than items."""
+    same, below = 0, min(len(a), len(b)) + 1  # a[:same] == b[:same], and not so for `below`
+    while below - same > 1:
+        middle = (same + below) // 2
+        if a[same:middle] == b[same:middle]:
+            same = middle
+        else:
+            below = middle
+    return same
 
 
 def _not_shown(message: Message, text: str) -> str | None:

@@ -158,9 +158,14 @@ words = (
 def test_property_masked_text_is_the_answers_plus_end_marker(tokenizer, style, pairs):
     """And what follows the last end-of-turn token is no part of the row."""
     template, form = STYLES[style]
-    (row,) = rows_of(tokenizer, template, chat(*(text for pair in pairs for text in pair)))
+    example = chat(*(text for pair in pairs for text in pair))
+    (row,) = rows_of(tokenizer, template, example)
     assert supervised(tokenizer, row) == [form.format(answer) for _, answer in pairs]
     assert row.loss_mask[-1]
+    whole = tokenizer.apply_chat_template(
+        list(example.messages), chat_template=template, return_dict=False
+    )
+    assert row.input_ids.tolist() == whole[: len(row)]
 
 
 def test_marks_that_end_inside_a_character_are_completed(tokenizer):
