@@ -31,6 +31,7 @@ from draftsmith.train.pipeline.data_stage import prepare_data, waits_on_host
 from draftsmith.train.pipeline.drafter_stage import make_drafter, meet_tokenizers
 from draftsmith.train.pipeline.export_stage import Trained, export
 from draftsmith.train.pipeline.features_stage import training_features
+from draftsmith.train.planner.plan import short_budgets
 from draftsmith.train.recipe.drafter_config import drafter_config, sketch_drafter
 from draftsmith.train.recipe.load import load_recipe
 from draftsmith.train.recipe.recipe import RECIPE, Recipe
@@ -62,10 +63,12 @@ def run(path: str | Path, overrides: Sequence[str] = (), *, dry_run: bool = Fals
     for name, file in recipe.evaluation.suite_paths.items():
         load_suite(name, file)
     accelerator = make_accelerator(recipe)
+    stages = Stages(enabled=accelerator.is_main_process)
+    for warning in short_budgets(recipe, accelerator.num_processes) if stages.enabled else ():
+        stages.say(warning)
     set_seed(recipe.training.seed)
     as_given = recipe.resolved_yaml()
     recipe = with_adapted_target(recipe, accelerator)
-    stages = Stages(enabled=accelerator.is_main_process)
     trained = train(recipe, accelerator, stages, as_given)
     accelerator.wait_for_everyone()
     code = 0

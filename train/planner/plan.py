@@ -26,16 +26,16 @@ from draftsmith.speculators.precision import autocast_dtype, own_device
 from draftsmith.speculators.target.info import TargetSketch
 from draftsmith.train.features.encodings import bytes_per_token
 from draftsmith.train.losses.chunked import default_chunk_size
-from draftsmith.train.planner.devices import CONTEXT, Device
+from draftsmith.train.planner.devices import CONTEXT, Device, this_machine
 from draftsmith.train.planner.token_counts import TokenCount, count_tokens
 from draftsmith.train.recipe.drafter_config import drafter_config, sketch_drafter
 from draftsmith.train.recipe.recipe import Recipe
 from draftsmith.train.recipe.sections import TrainingSection
 from draftsmith.train.trainer.batches import StepRows
 from draftsmith.train.trainer.optimizers import muon_matrices
+from draftsmith.train.trainer.pace import FEW_STEPS, WHAT_TO_CHANGE
 
 ACTIVATIONS = 17  # numbers kept per hidden unit, layer and token
-FEW_STEPS = 20  # optimizer steps; a budget that holds fewer trains nothing to speak of
 Parts = dict[str, int]  # bytes, by what takes them
 
 
@@ -258,6 +258,15 @@ def make_plan(
     return Plan(recipe, device, count, stages)
 
 
+def short_budgets(recipe: Recipe, count: int) -> list[str]:
+    """The warnings of a plan for `count` devices like this machine's. No data is counted."""
+    parts = recipe.training_stages()
+    if not any(part.training.max_minutes for _, part in parts):
+        return []
+    stages = [make_stage(part, count=count, name=name) for name, part in parts]
+    return Plan(recipe, this_machine(), count, stages).warnings
+
+
 def _cut(stage: Stage, device: Device) -> bool:
     """True if minutes end the training of a stage after fewer than FEW_STEPS steps."""
     within = stage.steps_within_minutes(device)
@@ -269,8 +278,7 @@ def _few_steps(stage: Stage, device: Device) -> str:
     steps = int(stage.steps_within_minutes(device))
     return (
         f"training.max_minutes: about {steps} steps fit into {minutes:g} minutes, {seconds:.2g} s"
-        " each; a drafter needs hundreds. Give more minutes, or make a step shorter:"
-        " training.batch_size, data.max_length, drafter.unroll_steps, drafter.draft_vocab_size"
+        f" each; a drafter needs hundreds. {WHAT_TO_CHANGE}"
     )
 
 

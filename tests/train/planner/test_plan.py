@@ -16,7 +16,13 @@ from draftsmith.speculators.target.frozen_target import FrozenTarget
 from draftsmith.train.planner import devices
 from draftsmith.train.planner.describe import verdict
 from draftsmith.train.planner.devices import DEVICES, device_called, this_cpu
-from draftsmith.train.planner.plan import active_parameters, forward_flops, make_plan, make_stage
+from draftsmith.train.planner.plan import (
+    active_parameters,
+    forward_flops,
+    make_plan,
+    make_stage,
+    short_budgets,
+)
 from draftsmith.train.recipe.load import load_recipe, read
 from draftsmith.train.recipe.recipe import make_recipe, yaml_text
 from draftsmith.train.trainer import checkpoint
@@ -197,6 +203,16 @@ def test_minutes_that_hold_hardly_a_step_are_warned_of(folder):
     assert not warnings(max_minutes=10.1)
     assert not warnings(max_minutes=2.1, steps=4)
     assert len(warnings(max_minutes=1.9, steps=4)) == 1
+
+
+def test_short_budgets_are_known_before_data_is_counted(folder, monkeypatch):
+    monkeypatch.setattr("draftsmith.train.planner.plan.this_machine", lambda: DEVICES["l4"])
+    bounds = {"steps": None, "max_minutes": 1e-6}
+    data = {"train": [{"path": "nowhere.jsonl"}]}
+    recipe = make_recipe(tree(folder, **bounds) | {"data": data})
+    (warning,) = short_budgets(recipe, 1)
+    assert "training.max_minutes" in warning and "training.batch_size" in warning
+    assert not short_budgets(make_recipe(tree(folder)), 1)
 
 
 def test_dry_run_speaks_of_the_budget_that_the_recipe_has(recipe_file):

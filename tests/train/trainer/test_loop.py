@@ -16,7 +16,7 @@ import torch
 from draftsmith.speculators.errors import CheckpointError
 from draftsmith.train.trainer import checkpoint
 from draftsmith.train.trainer.optimizers import learning_rate
-from draftsmith.train.trainer.pace import LEAST_STEPS, first_step_warning, pace_warning
+from draftsmith.train.trainer.pace import FEW_STEPS, first_step_warning, pace_warning
 from draftsmith.train.trainer.trainer import EXPECTED, MAX_SKIPPED, Diverged, Interrupted, Trainer
 from tests.support.errors import raises_at
 from tests.support.training import assert_equal, cut_off, make_recipe, make_trainer, weights
@@ -247,7 +247,7 @@ def test_run_over_a_short_budget_says_how_few_steps_fit_and_never_exceeds_it(
     said, told = on_clock(monkeypatch, trainer, 0.5)
     (warning,) = said
     fitting = int(re.search(r"(\d+) steps fit in 1 minutes", warning)[1])
-    assert 1 < fitting < LEAST_STEPS and abs(fitting - trainer.state.step) <= 1
+    assert 1 < fitting < FEW_STEPS and abs(fitting - trainer.state.step) <= 1
     assert "training.batch_size" in warning and told[-1][0] == 1.0
     assert trainer.state.seconds >= 60
 
