@@ -71,7 +71,7 @@ class Heartbeat:
     def print(self, console: Console, text: str, **options: Any) -> None:
         """One line."""
         self.heard()
-        console.print(text, highlight=False, **options)
+        console.print(text, highlight=False, soft_wrap=True, **options)
 
     def beat(self) -> None:
         """A line on the innermost activity, if one is due."""
