@@ -14,6 +14,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from draftsmith.inference.progress import Stages
 from draftsmith.speculators.errors import ConfigError, DataError
 from draftsmith.train.commands.options import Overrides, RecipeFile
 
@@ -54,7 +55,7 @@ def prepare(
     most = bad.max_share
     bad.stop, bad.max_share = False, 1.0  # all are shown, where a run may stop at the first
     tokenizer = run_tokenizer(checked, checked.target.load_tokenizer(), keep=True)
-    with Console(stderr=True).status("reading and tokenising"):
+    with Stages(console=Console(stderr=True)).stage("read and tokenise"):
         if validation:
             prepared = Prepared(load_sources(data.validation, bad=bad), bad)
         else:
