@@ -6,7 +6,8 @@ models that are small beside the memory: drafters, and targets up to `MOST_PACKE
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -31,8 +32,7 @@ class FrozenLinear:
         self.bias = None if linears[0].bias is None else join([linear.bias for linear in linears])
         self.packed: Tensor | None = None
         if (packs or not shared) and can_pack(self.weight):
-            with torch.inference_mode(False), torch.no_grad():
-                self.packed = _OPS._reorder_linear_weight(self.weight.contiguous(), 1)
+            self.packed = _packed(self.weight, linears)
 
     def __call__(self, x: Tensor) -> Tensor:
         if (
@@ -87,6 +87,27 @@ def _moved_together(tensors: list[Tensor]) -> Tensor:
         for tensor, part in zip(tensors, whole.split(sizes), strict=True):
             tensor.data = part
     return whole
+
+
+# Packed copies that are in use, by what they are of: engines over one target share them.
+_PACKED: WeakValueDictionary[tuple, Tensor] = WeakValueDictionary()
+
+
+def _packed(weight: Tensor, linears: Sequence[nn.Linear]) -> Tensor:
+    """A copy of `weight`, which has the weights of `linears`, packed for oneDNN; the same as
+    before while somebody has it and no weight was written to."""
+    key: tuple | None = None
+    # tensors made in inference_mode do not count what is written to them
+    if not any(linear.weight.is_inference() for linear in linears):
+        versions = [linear.weight._version for linear in linears]
+        key = (weight.data_ptr(), *weight.shape, *versions)
+    packed = None if key is None else _PACKED.get(key)
+    if packed is None:
+        with torch.inference_mode(False), torch.no_grad():
+            packed = _OPS._reorder_linear_weight(weight.contiguous(), 1)
+        if key is not None:
+            _PACKED[key] = packed
+    return packed
 
 
 def can_pack(weight: Tensor) -> bool:

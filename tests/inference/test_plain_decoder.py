@@ -179,3 +179,25 @@ def test_a_small_target_is_packed(name: str) -> None:
         state = expected[..., -32:]
         pairs = (actual, expected), (forward.logits(state), target.logits(state))
         assert all((one - other).norm() < 0.03 * other.norm() for one, other in pairs)
+
+
+@needs_packing
+def test_packed_weights_exist_once_per_target_until_they_are_written_to() -> None:
+    model = make_tiny_model("qwen3").bfloat16()
+    first = TargetForward(FrozenTarget(model))
+    second = TargetForward(FrozenTarget(model, TAPS))  # another engine's, which taps it
+
+    def packed(forward: TargetForward) -> list[torch.Tensor]:
+        linears = [forward.plain._head]
+        for layer in forward.plain._layers:
+            attention, mlp = layer.self_attn, layer.mlp
+            linears += [attention.fused, attention.o_proj, mlp.fused, mlp.down_proj]
+        return [linear.packed for linear in linears]
+
+    assert all(one is other for one, other in zip(packed(first), packed(second), strict=True))
+    with torch.no_grad():
+        model.model.layers[1].self_attn.k_proj.weight.mul_(2)
+    third = packed(TargetForward(FrozenTarget(model)))
+    differing = [one is not other for one, other in zip(packed(first), third, strict=True)]
+    # the head, four of the first layer, then queries, keys and values of the second
+    assert differing == [place == 5 for place in range(len(third))]
