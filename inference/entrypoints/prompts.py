@@ -71,7 +71,8 @@ def _read_prompt(prompt: Any, tokenizer: Any) -> Prompt:
 def _whole_numbers(token_ids: Any) -> list[int]:
     if isinstance(token_ids, (str, bytes)) or not isinstance(token_ids, Iterable):
         raise ConfigError(
-            f"its token ids are a {type(token_ids).__name__}; expected a list of whole numbers"
+            f"its token ids are of type {type(token_ids).__name__}; expected a list of whole"
+            " numbers"
         )
     tokens = list(token_ids)
     wrong = [t for t in tokens if not isinstance(t, Integral) or isinstance(t, bool)]
@@ -103,7 +104,7 @@ def chat_prompts(
     `limit`: refuses texts before they are tokenized."""
     tokenizer = _required(tokenizer)
     if not isinstance(messages, (list, tuple)) or not messages:
-        kind = "no messages" if messages in ([], ()) else f"a {type(messages).__name__}"
+        kind = "no messages" if messages in ([], ()) else f"of type {type(messages).__name__}"
         raise ConfigError(
             f"{kind}; expected a list of {{'role': ..., 'content': ...}}", where="chat"
         )
@@ -112,7 +113,7 @@ def chat_prompts(
     for i, conversation in enumerate(conversations):
         if not isinstance(conversation, (list, tuple)):
             raise ConfigError(
-                f"conversation {i} is a {type(conversation).__name__}; expected a list of"
+                f"conversation {i} is of type {type(conversation).__name__}; expected a list of"
                 " {'role': ..., 'content': ...}",
                 where="chat",
             )

@@ -330,8 +330,8 @@ class WeightsError(CheckpointError):
 
     def __init__(self, folder: str | Path, faults: Sequence[Fault]) -> None:
         super().__init__(
-            f"drafter {folder}: {len(faults)} fault(s) in the weights: "
-            + "; ".join(fault.text for fault in faults)
+            f"{len(faults)} fault(s) in the weights: " + "; ".join(fault.text for fault in faults),
+            where=f"drafter {folder}",
         )
         self.faults = list(faults)
 

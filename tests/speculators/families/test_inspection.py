@@ -11,10 +11,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from draftsmith.speculators.errors import CheckpointError
-from draftsmith.speculators.export import export_drafter
+from draftsmith.speculators.export import export_drafter, load_drafter
 from draftsmith.speculators.export.inspection import Inspection, inspect_folder
 from draftsmith.speculators.target.frozen_target import FrozenTarget
 from tests.support.cases import FIVE, MASK, ONE, OWN, REDUCED, SPARK, TWO, Case, make
+from tests.support.errors import raises_at
 from tests.support.tokenizers import byte_level
 
 Fields, Tensors = dict[str, Any], dict[str, torch.Tensor]
@@ -173,6 +174,12 @@ def test_inspect_names_the_place_of_a_fault(broken, family, change, expected) ->
     inspected = broken(change, family)
     assert places(inspected) == expected, inspected.faults
     assert not inspected.sound
+
+
+def test_load_of_integer_weights_is_refused(broken, tiny_model) -> None:
+    folder = broken(stored_as("fc.weight", torch.int8), published=False).folder
+    with raises_at(CheckpointError, f"drafter {folder}"):
+        load_drafter(folder, FrozenTarget(tiny_model("llama", num_hidden_layers=5)))
 
 
 def test_inspect_of_a_window_wants_it_switched_on(broken) -> None:
