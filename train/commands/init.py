@@ -1,27 +1,34 @@
-"""`draftsmith init`: a commented recipe that fits a model and its data.
+"""`draftsmith init`: a commented recipe that fits a model, its data and the device.
 
 Lengths come from the data and the target's tokenizer, taps and the draft vocabulary from its
 config, the thinking mode from its chat template, and the way to write responses from an estimate
-of their time. Torch is imported when it runs."""
+of their time. On a CPU the sizes and the budget are what a core can do. Torch is imported when it
+runs."""
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
-from draftsmith.speculators.errors import ConfigError
-from draftsmith.train.commands.options import Model
+from draftsmith.inference.whole_file import check_writable, write_whole
+from draftsmith.speculators.errors import ConfigError, DataError
+from draftsmith.train.commands.options import Gpu, Model
 
 if TYPE_CHECKING:
-    from draftsmith.speculators.config import DrafterConfig
+    from draftsmith.train.commands.new_recipe import NewRecipe
+    from draftsmith.train.data.bad_rows import BadRows
+    from draftsmith.train.data.loss_mask import ConversationTokenizer
     from draftsmith.train.data.sources import Example
+    from draftsmith.train.planner.devices import Device
+    from draftsmith.train.planner.plan import Stage
     from draftsmith.train.recipe.recipe import Recipe
 
 SAMPLE = 500  # conversations that are tokenised
@@ -31,26 +38,57 @@ ANSWER_TOKENS = 256  # of one that does not
 HELD_OUT_SHARE, MOST_HELD_OUT = 0.05, 200  # conversations, where no validation file is given
 LAYERS = 4  # of the target, that a draft model starts as
 HOUR = 3600.0  # seconds of writing in this process; beyond it servers write the responses
+SERVER = "http://localhost:8000/v1"
+SHARE_STEP = 0.05  # to which a large share of bad rows is rounded up
+
+# What a core can do: the sizes of recipes/smollm2-135m-instruct.
+CPU_LENGTH = 1024  # tokens of a row
+CPU_RESPONSE = 128  # tokens of a response, where the model does not think
+CPU_ROWS = 2  # of a step
+CPU_VOCABULARY = 8192  # tokens that are drafted
+# The key of a family's depths is the first that it has; the slots of a block are one more.
+CPU_DEPTHS = {"block_size": 5, "num_depths": 4, "n_predict": 4, "num_heads": 4, "unroll_steps": 4}
+CPU_PROMPTS = 8  # of each workload, that are measured
+CPU_STEPS = 100  # that the budget holds, by an estimate that may be wrong by two
+CPU_MINUTES = 20  # of the budget at least
 
 
 @dataclass
 class Lengths:
     """Tokens of the data's conversations, at QUANTILE. response: 0 if the data has none; longest:
-    positions that the target was made for."""
+    positions that the target was made for; on_cpu: the limits of a core hold."""
 
     prompt: int
     response: int
     longest: int
     thinking: bool | None  # None: the chat template has no such mode
+    on_cpu: bool
+
+    @property
+    def limit(self) -> int:
+        """The longest row."""
+        return min(self.longest, CPU_LENGTH) if self.on_cpu else self.longest
 
     @property
     def max_new_tokens(self) -> int:
         least = THINKING_TOKENS if self.thinking else ANSWER_TOKENS
-        return min(_round_up(max(self.response, least), 64), max(self.longest - self.prompt, 64))
+        room = max(self.limit - self.prompt, self.limit // 8)
+        length = min(_round_up(max(self.response, least), 64), room)
+        return min(length, CPU_RESPONSE) if self.on_cpu and not self.thinking else length
 
     @property
     def max_length(self) -> int:
-        return min(_round_up(self.prompt + self.max_new_tokens, 128), self.longest)
+        return min(_round_up(self.prompt + self.max_new_tokens, 128), self.limit)
+
+
+@dataclass
+class Conversations:
+    """What was read of the data. `rows`: of each example the number of rows up to it, bad ones
+    included, as the slice of a split counts them."""
+
+    examples: list[Example]
+    rows: list[int]
+    bad: BadRows
 
 
 def init(
@@ -68,47 +106,42 @@ def init(
             " asks on a terminal; elsewhere no.",
         ),
     ] = None,
-    gpu: Annotated[str, typer.Option(help="Device that will write the responses.")] = "h100",
+    gpu: Gpu = None,
     out: Annotated[Path, typer.Option(help="Recipe to write.")] = Path("recipe.yaml"),
 ) -> None:
-    """Write a commented recipe for a model and your conversations."""
+    """Write a commented recipe for a model and your conversations, without those that cannot be
+    used."""
     from draftsmith.speculators.registry import family_class
+    from draftsmith.train.commands.new_recipe import NewRecipe
     from draftsmith.train.data.packing import knows_thinking
-    from draftsmith.train.data.sources import load_sources
-    from draftsmith.train.planner.devices import find_device
-    from draftsmith.train.planner.plan import make_plan
+    from draftsmith.train.planner.devices import find_device, this_machine
     from draftsmith.train.recipe.load import load_recipe
-    from draftsmith.train.recipe.recipe import recipe_class
 
     if out.exists():
         raise ConfigError("the file exists; name another, or delete it", where=f"--out {out}")
-    device, console = find_device(gpu), Console(highlight=False, soft_wrap=True)
-    name = f"{Path(model.rstrip('/')).name.partition('@')[0].lower()}-{family}"
-    tree: dict[str, Any] = {
-        "name": name,
-        "family": family,
-        "target": {"model": model},
-        "data": {"train": [{"path": str(data)}]},
-    }
+    check_writable("--out", out)
+    device = this_machine() if gpu is None else find_device(gpu)
+    console = Console(highlight=False, soft_wrap=True)
+    new = NewRecipe(model, family)
+    new.put("data.train", [{"path": str(data)}])
+    new.put("data.on_bad_row", "drop")
     if "from_target" in family_class(family).options.model_fields:
-        tree["drafter"] = {"from_target": {"spread": LAYERS}}
-    recipe = recipe_class(family).model_validate(tree)
-    examples = load_sources(recipe.data.train)
+        new.put("drafter.from_target", {"spread": LAYERS}, "its start")
+        rate_comment = "layers cut out of the target have much to learn"
+        new.put("training.learning_rate", 1e-3, rate_comment)
+    recipe = new.checked()
+    read = _read(recipe, data, validation)
     if knows_thinking(recipe.target.load_tokenizer()):
-        tree["data"]["chat_template_kwargs"] = {"enable_thinking": _choose(thinking, console)}
-    recipe = recipe_class(family).model_validate(tree)
-    lengths = _measure(recipe, examples)
-    tree["data"] |= _sources(data, validation, len(examples)) | {"max_length": lengths.max_length}
-    tree["regenerate"] = {"max_new_tokens": lengths.max_new_tokens}
-    stage = make_plan(recipe_class(family).model_validate(tree), device).stages[0]
-    writing = [p.seconds(device, 1) for p in stage.phases if p.name.startswith("responses")]
-    text = _text(tree, lengths, stage.drafter, sum(writing), gpu, len(examples))
-    out.write_text(text, encoding="utf-8")
+        mode = {"enable_thinking": _choose(thinking, console)}
+        new.put("data.chat_template_kwargs", mode, "serve the model in the same mode")
+    lengths = _fill_data(new, read, validation, device)
+    new.put("evaluation.temperatures", [0.0, 1.0])
+    new.put("gates.lossless_mismatches", {"max": 0})
+    stage = _fill_training(new, lengths, device)
+    _fill_writing(new, lengths, stage, device)
+    write_whole(out, new.yaml())
     load_recipe(out)
-    console.print(f"{out}: {len(examples):,} conversations for {model}")
-    console.print(f"  draftsmith prepare {out}            # the data as the drafter sees it")
-    console.print(f"  draftsmith train {out} --dry-run    # shapes, tokens, memory")
-    console.print(f"  draftsmith train {out}")
+    _say(console, out, read, stage, device)
 
 
 def _choose(thinking: bool | None, console: Console) -> bool:
@@ -121,36 +154,100 @@ def _choose(thinking: bool | None, console: Console) -> bool:
     return thinking
 
 
-def _sources(data: Path, validation: Path | None, examples: int) -> dict[str, Any]:
-    """The sources of a data section; the first part of the data is held out if it is not given."""
+def _read(recipe: Recipe, data: Path, validation: Path | None) -> Conversations:
+    """DataError if too little can be used. Bad rows are listed in the folder of the run."""
+    from draftsmith.train.data.bad_rows import BadRows
+    from draftsmith.train.data.prepare import bad_rows
+    from draftsmith.train.data.sources import load_source
+    from draftsmith.train.recipe.data_sections import Source
+
+    bad = bad_rows(recipe.data, Path(recipe.output_dir))
+    read = Conversations([], [], bad)
+    for example in load_source(recipe.data.train[0], bad=bad):
+        read.examples.append(example)
+        read.rows.append(bad.read)
+    least = 1 if validation else 2
+    if len(read.examples) < least:
+        what = f"{len(read.examples)} conversations can be used, and {least} are needed"
+        advice = "" if validation else ", as one is held out (--validation names others)"
+        raise DataError(f"{what}{advice}. {bad}".strip(), where=f"--data {data}")
     if validation is not None:
-        return {"train": [{"path": str(data)}], "validation": [{"path": str(validation)}]}
-    held_out = max(min(round(HELD_OUT_SHARE * examples), MOST_HELD_OUT), 1)
-    return {
-        "train": [{"path": str(data), "split": f"train[{held_out}:]"}],
-        "validation": [{"path": str(data), "split": f"train[:{held_out}]"}],
-    }
+        unusable = BadRows()
+        if next(load_source(Source(path=str(validation)), bad=unusable), None) is None:
+            raise DataError(f"no conversation. {unusable}", where=f"--validation {validation}")
+    return read
 
 
-def _measure(recipe: Recipe, examples: Sequence[Example]) -> Lengths:
-    """ConfigError if no conversation of the data can be rendered."""
-    from draftsmith.train.data.bad_rows import BadRow
+def _fill_data(
+    new: NewRecipe, read: Conversations, validation: Path | None, device: Device | None
+) -> Lengths:
+    """Puts what the conversations say."""
     from draftsmith.train.data.packing import conversation_tokenizer
 
+    recipe = new.checked()
     tokenizer = conversation_tokenizer(recipe.data, recipe.target.load_tokenizer())
+    on_cpu = device is not None and device.kind == "cpu"
+    lengths = _measure(recipe, read, tokenizer, on_cpu)
+    path = recipe.data.train[0].path
+    if validation is None:
+        rows = _held_out_rows(read, tokenizer, lengths)
+        new.put("data.train", [{"path": path, "split": f"train[{rows}:]"}])
+        new.put("data.validation", [{"path": path, "split": f"train[:{rows}]"}])
+    else:
+        new.put("data.validation", [{"path": str(validation)}])
+    comment = f"{QUANTILE:.0%} of the prompts have up to {lengths.prompt:,} tokens"
+    new.put("data.max_length", lengths.max_length, comment)
+    new.above["name"] = f"Written by `draftsmith init` from {len(read.examples):,} conversations."
+    bad = read.bad
+    counts = f"{len(bad.reasons):,} of {bad.read:,} rows cannot be used"
+    new.put("data.on_bad_row", "drop", counts)
+    if bad.share > recipe.data.max_bad_row_share / 2:  # a part of the data may have more of them
+        share = min(math.ceil(2 * bad.share / SHARE_STEP) * SHARE_STEP, 1.0)
+        new.put("data.max_bad_row_share", round(share, 2), f"look at {bad.path} first")
+    return lengths
+
+
+def _measure(
+    recipe: Recipe, read: Conversations, tokenizer: ConversationTokenizer, on_cpu: bool
+) -> Lengths:
+    """DataError if no conversation of the data makes a prompt."""
+    from draftsmith.train.data.bad_rows import BadRow
+
     prompts, responses = list[int](), list[int]()
-    for example in examples[:: max(len(examples) // SAMPLE, 1)]:
+    for example in read.examples[:: max(len(read.examples) // SAMPLE, 1)]:
         try:
             prompts.append(len(tokenizer.prompt_ids(example)))
-            responses += [len(row) - prompts[-1] for row in tokenizer.rows(example)[-1:]]
-        except BadRow:
-            continue  # a run lists it, or has the target write its response
+        except BadRow as error:
+            read.bad.refuse(error)
+            continue
+        with suppress(BadRow):  # the target writes its response
+            responses.append(len(tokenizer.rows(example)[-1]) - prompts[-1])
     if not prompts:
-        raise ConfigError("no row can be rendered; `draftsmith prepare` says why", where="--data")
+        raise DataError(f"no conversation makes a prompt. {read.bad}", where="--data")
     config = recipe.target.sketch().config
     longest = getattr(config, "max_position_embeddings", None) or 2**20
     thinking = recipe.data.chat_template_kwargs.get("enable_thinking")
-    return Lengths(_quantile(prompts), _quantile(responses), longest, thinking)
+    return Lengths(_quantile(prompts), _quantile(responses), longest, thinking, on_cpu)
+
+
+def _held_out_rows(read: Conversations, tokenizer: ConversationTokenizer, lengths: Lengths) -> int:
+    """The rows to hold out, from the first on: HELD_OUT_SHARE of the conversations, counted by
+    those that leave room for a response. DataError if the first half has none."""
+    from draftsmith.train.data.bad_rows import BadRow
+
+    examples, room = read.examples, lengths.max_length - lengths.max_new_tokens
+    wanted = max(min(round(HELD_OUT_SHARE * len(examples)), MOST_HELD_OUT), 1)
+    found = list[int]()
+    for example, row in zip(examples[: len(examples) // 2], read.rows, strict=False):
+        with suppress(BadRow):
+            if len(tokenizer.prompt_ids(example)) <= room:
+                found.append(row)
+        if len(found) == wanted:
+            break
+    if not found:
+        what = f"no prompt of the first half has {room} tokens or fewer, to be held out"
+        raise DataError(f"{what}; give --validation", where="--data")
+    return found[-1]
 
 
 def _quantile(lengths: Sequence[int]) -> int:
@@ -158,67 +255,105 @@ def _quantile(lengths: Sequence[int]) -> int:
     return ordered[math.ceil(QUANTILE * len(ordered)) - 1] if ordered else 0
 
 
-def _round_up(value: int, unit: int) -> int:
+def _round_up(value: float, unit: int) -> int:
     return math.ceil(value / unit) * unit
 
 
-def _text(
-    tree: dict[str, Any],
-    lengths: Lengths,
-    config: DrafterConfig,
-    seconds: float,
-    gpu: str,
-    examples: int,
-) -> str:
-    """The recipe. seconds: what writing all responses in one process would take on `gpu`."""
-    from draftsmith.train.planner.describe import duration
-    from draftsmith.train.recipe.recipe import yaml_line
+def _fill_training(new: NewRecipe, lengths: Lengths, device: Device | None) -> Stage:
+    """Puts the drafter and the budget, on a CPU those of a core."""
+    from draftsmith.train.planner.plan import make_plan
 
-    data, model = tree["data"], tree["target"]["model"]
-    prompts = f"{QUANTILE:.0%} of the prompts have up to {lengths.prompt:,} tokens"
-    responses = f"{QUANTILE:.0%} of the data's own have up to {lengths.response:,} tokens"
-    if not lengths.response:
-        responses = "the data has no responses to go by"
-    mode = learning_rate = ""
-    if lengths.thinking is not None:
-        kwargs = json.dumps(data["chat_template_kwargs"])
-        mode = f"  chat_template_kwargs: {kwargs} # serve the model in the same mode\n"
-    if "from_target" in tree.get("drafter", {}):
-        learning_rate = (
-            "  learning_rate: 1.0e-3 # layers cut out of the target have much to learn\n"
-        )
-    return f"""\
-# Written by `draftsmith init` from {examples:,} conversations.
-name: {tree["name"]} # its folder is runs/{tree["name"]}
-family: {tree["family"]}
-target: {yaml_line({"model": model})}
-{_drafter(config, tree.get("drafter", {}))}data:
-  train: {yaml_line(data["train"])}
-  validation: {yaml_line(data["validation"])}
-  max_length: {lengths.max_length} # {prompts}
-{mode}regenerate: # the target answers every prompt anew
-  max_new_tokens: {lengths.max_new_tokens} # {responses}
-  temperatures: {{0.0: 0.5, 1.0: 0.5}} # those of serving, and their shares
-  # In this process {duration(max(seconds, 1.0))} on one {gpu}, by `draftsmith plan`.
-  # Servers write faster: vllm serve {model} --port 8000 --max-model-len {lengths.max_length}
-  {"" if seconds > HOUR else "# "}endpoints: [{{url: http://localhost:8000/v1}}]
-training:
-  epochs: 3
-{learning_rate}evaluation:
-  temperatures: [0.0, 1.0]
-gates:
-  lossless_mismatches: {{max: 0}}
-"""
-
-
-def _drafter(config: DrafterConfig, start: Mapping[str, Any]) -> str:
-    """The drafter's section: `start`, and what the model gives by default, written out."""
-    lines = [f"  {key}: {json.dumps(value)} # its start\n" for key, value in start.items()]
+    new.put("regenerate.max_new_tokens", lengths.max_new_tokens, _response_comment(lengths))
+    new.tree["training"] = {"epochs": 3, **new.tree["training"]}
+    if lengths.on_cpu:
+        _fit_cpu(new)
+    stage = make_plan(new.checked(), device).stages[0]
+    if lengths.on_cpu and device is not None:
+        minutes = max(_round_up(CPU_STEPS * stage.step_seconds(device) / 60, 5), CPU_MINUTES)
+        del new.tree["training"]["epochs"]
+        steps = 60 * minutes / stage.step_seconds(device)
+        comment = f"about {steps:,.0f} steps here, by draftsmith plan"
+        new.put("training.max_minutes", minutes, comment)
+        stage = make_plan(new.checked(), device).stages[0]
+    config = stage.drafter
     if config.tap_layers:
-        lines.append(f"  tap_layers: {list(config.tap_layers)} # hidden states that are read\n")
-    if (size := config.draft_vocab_size) < config.vocab_size:
-        most_frequent = f"most frequent tokens, of {config.vocab_size:,}"
-        lines.append(f"  draft_vocab_size: {size} # {most_frequent}\n")
-    return "".join(
-        ["drafter: # its other keys: draftsmith schema drafter\n", *lines] if lines else []
+        taps = list(config.tap_layers)
+        new.put("drafter.tap_layers", taps, "hidden states that are read")
+    if config.draft_vocab_size < config.vocab_size:
+        comment = f"most frequent tokens, of {config.vocab_size:,}"
+        new.put("drafter.draft_vocab_size", config.draft_vocab_size, comment)
+    if new.tree["drafter"]:
+        new.comments["drafter"] = "its other keys: draftsmith schema drafter"
+    return stage
+
+
+def _fit_cpu(new: NewRecipe) -> None:
+    """Puts the sizes that a core can train."""
+    from draftsmith.train.recipe.drafter_config import drafter_config
+
+    recipe = new.checked()
+    options = type(recipe.drafter).model_fields
+    key = next(key for key in CPU_DEPTHS if key in options)
+    if options[key].default > CPU_DEPTHS[key]:
+        new.put(f"drafter.{key}", CPU_DEPTHS[key], "as many as a core trains in reasonable time")
+    config = drafter_config(recipe, recipe.target.sketch(), planning=True)
+    if CPU_VOCABULARY < config.draft_vocab_size < config.vocab_size:
+        new.put("drafter.draft_vocab_size", CPU_VOCABULARY)
+    new.put("training.batch_size", CPU_ROWS, "rows of a step")
+    new.put("evaluation.prompts_per_workload", CPU_PROMPTS)
+    new.above["name"] += (
+        "\nWithout a GPU: rows, depths, draft vocabulary, lengths and minutes are those of a core."
     )
+
+
+def _response_comment(lengths: Lengths) -> str:
+    if not lengths.response:
+        return "the data has no responses to go by"
+    return f"{QUANTILE:.0%} of the data's own have up to {lengths.response:,} tokens"
+
+
+def _fill_writing(new: NewRecipe, lengths: Lengths, stage: Stage, device: Device | None) -> None:
+    """Puts how responses are written: by servers, where this process would take long."""
+    from draftsmith.train.planner.describe import duration
+
+    model, lines, key = new.tree["target"]["model"], [], "regenerate.temperatures"
+    seconds = 0.0 if device is None else stage.writing_seconds(device)
+    if device is not None:
+        took = duration(max(seconds, 1.0))
+        lines.append(f"In this process {took} on {device.name}, by draftsmith plan.")
+    serve = f"vllm serve {model} --port 8000 --max-model-len {lengths.max_length}"
+    lines.append(f"Servers write faster: {serve}")
+    if seconds > HOUR and not lengths.on_cpu:
+        key = "regenerate.endpoints"
+        new.put(key, [{"url": SERVER}])
+    else:
+        lines.append(f"endpoints: [{{url: {SERVER}}}]")
+    new.put("regenerate.temperatures", {0.0: 0.5, 1.0: 0.5}, "those of serving, and their shares")
+    new.above[key] = "\n".join(lines)
+    new.comments["regenerate"] = "the target answers every prompt anew"
+
+
+def _say(
+    console: Console, out: Path, read: Conversations, stage: Stage, device: Device | None
+) -> None:
+    """What was written, what was left out, how long it takes, and what to do next."""
+    from draftsmith.train.planner.describe import duration
+
+    recipe = stage.recipe
+    console.print(f"{out}: {len(read.examples):,} conversations for {recipe.target.model}")
+    if left_out := str(read.bad):
+        console.print(Text(f"  {left_out}", style="yellow"))
+    if device is not None:
+        times = f"responses {duration(stage.writing_seconds(device))}"
+        if recipe.training.max_minutes:
+            steps = stage.steps_within_minutes(device)
+            times += f", training {recipe.training.max_minutes:g} min, about {steps:,.0f} steps"
+        elif stage.steps is not None:
+            training = duration(stage.steps * stage.step_seconds(device))
+            times += f", training {training}, {stage.steps:,} steps"
+        console.print(f"  on {device.name}, about: {times}")
+        if device.kind == "cpu":
+            console.print("  without a GPU: the sizes are what a core can do; --gpu plans for one")
+    console.print(f"  draftsmith prepare {out}            # the data as the drafter sees it")
+    console.print(f"  draftsmith train {out} --dry-run    # shapes, tokens, memory, time")
+    console.print(f"  draftsmith train {out}")

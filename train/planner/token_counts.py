@@ -54,7 +54,8 @@ def count_tokens(recipe: Recipe, examples: int | None = None) -> list[TokenCount
         sample = rows[:: max(len(rows) // SAMPLE, 1)][:SAMPLE]
         lengths = [_lengths(recipe, conversations, example) for example in sample]
         scale = number / max(len(sample), 1)
-        tokens, supervised = (round(scale * sum(column)) for column in zip(*lengths))
+        tokens = round(scale * sum(length for length, _ in lengths))
+        supervised = round(scale * sum(count for _, count in lengths))
         counts.append(TokenCount(source.label, number, tokens, supervised))
     return counts
 
@@ -63,19 +64,24 @@ def _lengths(
     recipe: Recipe, conversations: ConversationTokenizer, example: Example
 ) -> tuple[int, int]:
     """Tokens of an example, and those that are supervised. A response still to be written is as
-    long as the one in the data."""
+    long as the one in the data, and one to an earlier turn where the last leaves no room."""
     longest, written = recipe.data.max_length, recipe.regenerate.max_new_tokens
     try:
         prompt = len(conversations.prompt_ids(example))
+    except BadRow:
+        return 0, 0
+    try:
         rows = conversations.rows(example)
     except BadRow:
-        if not recipe.regenerate.enabled:
-            return 0, 0
-        prompt, rows = longest - written, []
+        rows = []
     if not recipe.regenerate.enabled:
         masks = [row.loss_mask[:longest] for row in rows]
         return sum(map(len, masks)), sum(int(mask.sum()) for mask in masks)
-    response = min(len(rows[-1]) - prompt if rows else written, written, longest - prompt)
+    response = min(len(rows[-1]) - prompt if rows else written, written)
+    turns = sum(message["role"] == "user" for message in example.messages)
+    if prompt > longest - 2 and turns > 1:
+        prompt = max(longest - response, 0)
+    response = min(response, longest - prompt)
     return (prompt + response, response) if response > 0 else (0, 0)
 
 

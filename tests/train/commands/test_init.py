@@ -1,4 +1,5 @@
-"""`draftsmith init`: the recipe that it writes, and what of the model and the data it says."""
+"""`draftsmith init`: the recipe that it writes, what it says of the model and the data, and that
+`prepare` takes the recipe."""
 
 from __future__ import annotations
 
@@ -10,8 +11,12 @@ import pytest
 from transformers import AutoTokenizer
 
 from draftsmith.speculators.registry import FAMILIES
+from draftsmith.train.commands.new_recipe import run_name
 from draftsmith.train.data.packing import knows_thinking
+from draftsmith.train.planner.devices import this_cpu
+from draftsmith.train.planner.plan import make_plan
 from draftsmith.train.recipe.load import load_recipe
+from draftsmith.train.recipe.recipe import make_recipe
 from tests.quickstart_data import source
 from tests.support.targets import TOKENIZER
 from tests.train.test_cli import call, refused
@@ -38,7 +43,7 @@ def options(target, chats, out, *more):
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_init_of_model_and_data_writes_a_recipe_that_plans(family, chats, tmp_path):
     out = tmp_path / "my.yaml"
-    printed = call(*options(TOKENIZER, chats, out, "--family", family))[1]
+    printed = call(*options(TOKENIZER, chats, out, "--family", family, "--gpu", "h100"))[1]
     assert "100 conversations" in printed
     recipe = load_recipe(out)
     assert recipe.family == family
@@ -61,7 +66,7 @@ def test_init_of_a_thinking_model_sets_the_mode_and_the_length(flag, least, chat
     target = shutil.copytree(TOKENIZER, tmp_path / "target")
     (target / "chat_template.jinja").write_text(THINKING)
     out = tmp_path / "my.yaml"
-    printed = call(*options(target, chats, out, flag))[1]
+    printed = call(*options(target, chats, out, flag, "--gpu", "h100"))[1]
     recipe = load_recipe(out)
     assert recipe.data.chat_template_kwargs == {"enable_thinking": flag == "--thinking"}
     assert f"thinking mode: {'on' if flag == '--thinking' else 'off'}" in printed
@@ -73,7 +78,7 @@ def test_init_of_a_thinking_model_sets_the_mode_and_the_length(flag, least, chat
 def test_init_where_writing_takes_long_names_servers(chats, tmp_path, monkeypatch):
     monkeypatch.setattr("draftsmith.train.commands.init.HOUR", 0.0)
     out = tmp_path / "my.yaml"
-    call(*options(TOKENIZER, chats, out))
+    call(*options(TOKENIZER, chats, out, "--gpu", "h100"))
     assert [e.url for e in load_recipe(out).regenerate.endpoints] == ["http://localhost:8000/v1"]
 
 
@@ -82,6 +87,99 @@ def test_init_of_folders_with_signs_of_yaml_names_them_in_the_recipe(chats, tmp_
     data = chats.rename(tmp_path / "\U0001f600 #1.jsonl")
     call(*options(TOKENIZER, data, out))
     assert [source.path for source in load_recipe(out).data.train] == [str(data)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_init_on_a_cpu_takes_what_a_core_can_do(family, chats, tmp_path):
+    out = tmp_path / "my.yaml"
+    assert (
+        "without a GPU"
+        in call(*options(TOKENIZER, chats, out, "--family", family, "--gpu", "cpu"))[1]
+    )
+    recipe = load_recipe(out)
+    assert recipe.training.batch_size == 2 and recipe.data.max_length <= 1024
+    assert recipe.regenerate.max_new_tokens <= 128 and not recipe.regenerate.endpoints
+    stage = make_plan(recipe, this_cpu()).stages[0]
+    assert stage.depths <= 5
+    assert stage.drafter.draft_vocab_size in (8192, stage.target.vocab_size)
+    assert stage.steps_within_minutes(this_cpu()) >= 50
+    assert recipe.training.epochs is None and "Without a GPU" in out.read_text()
+
+
+def said(number: int, *more: tuple[str, str]) -> str:
+    turns = [("human", f"{number}: what is two and two?"), ("gpt", "Four."), *more]
+    return json.dumps({"conversations": [{"from": who, "value": text} for who, text in turns]})
+
+
+def test_init_of_conversations_with_faults_writes_a_recipe_that_prepare_takes(
+    tmp_path, monkeypatch
+):
+    """Rows are held out by their number in the file, where bad ones count."""
+    monkeypatch.chdir(tmp_path)
+    lines = [said(i) for i in range(20)]
+    lines[0] = said(0, ("human", ""), ("gpt", "Nothing was asked."))
+    lines[1] = "{"
+    lines[7] = json.dumps({"conversations": [{"from": "gpt", "value": "Go on."}] * 2})
+    lines[8] = json.dumps(
+        {"conversations": [{"from": "gpt", "value": "So."}, *json.loads(said(8))["conversations"]]}
+    )
+    chats, out = tmp_path / "chats.jsonl", tmp_path / "new" / "my.yaml"
+    chats.write_text("\n".join(lines))
+    printed = call(*options(TOKENIZER, chats, out))[1]
+    recipe = load_recipe(out)
+    assert "3 of 20 rows left out" in printed and "1 of 20 conversations begin" in printed
+    assert recipe.data.on_bad_row == "drop"
+    assert recipe.data.max_bad_row_share >= 3 / 20
+    assert recipe.data.validation[0].split == "train[:3]"  # two of three are bad
+    code, output = call("prepare", out, f"output_dir={tmp_path / 'run'}")
+    assert code == 0, output
+
+
+@pytest.mark.parametrize("count, validation", [(1, False), (0, True)])
+def test_init_of_too_few_conversations_is_refused(count, validation, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    chats, held_out = tmp_path / "chats.jsonl", tmp_path / "held_out.jsonl"
+    chats.write_text("\n".join([*(said(i) for i in range(count)), "{"]))
+    held_out.write_text(said(0))
+    more = ("--validation", str(held_out)) if validation else ()
+    out = tmp_path / "my.yaml"
+    assert f"{count} conversations" in refused(*options(TOKENIZER, chats, out, *more))
+    assert not out.exists()
+
+
+def test_init_finds_a_place_that_cannot_be_written_before_it_reads(tmp_path):
+    (tmp_path / "file").write_text("")
+    nothing = tmp_path / "nothing.jsonl"
+    assert "--out" in refused(*options(TOKENIZER, nothing, tmp_path / "file" / "my.yaml"))
+
+
+@pytest.mark.parametrize(
+    "folder, name",
+    [
+        ("Qwen/Qwen3-8B", "qwen3-8b"),
+        ("Qwen/Qwen3-8B@v1.0", "qwen3-8b"),
+        ("/data/My Model (v2)", "my-model-v2"),
+        ("/data/.cache", "cache"),
+        ("/data/模型", "model-模型"),
+        ("/data/tiny/model", "tiny"),
+        ("/data/tiny/run/checkpoint-123/", "run"),
+        (f"/hub/models--Qwen--Qwen3-8B/snapshots/{'0' * 40}", "qwen3-8b"),
+        ("/model", "target"),
+    ],
+)
+def test_run_name_is_that_of_the_model(folder, name):
+    """And a name that a recipe may have."""
+    assert run_name(folder, "eagle3") == f"{name}-eagle3"
+    tree = {"name": run_name(folder, "eagle3"), "target": {"model": folder}}
+    assert make_recipe({**tree, "data": {"train": [{"path": "chats.jsonl"}]}}).name == tree["name"]
+
+
+def test_run_name_of_a_folder_called_model_is_what_its_config_says(tmp_path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"_name_or_path": "org/Tiny-1B"}))
+    assert run_name(str(folder), "eagle3") == "tiny-1b-eagle3"
 
 
 def test_init_keeps_a_recipe_that_exists(chats, tmp_path):

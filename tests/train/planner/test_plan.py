@@ -3,6 +3,7 @@ only what cannot fit is refused."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from draftsmith.train.planner.plan import (
     make_stage,
     short_budgets,
 )
+from draftsmith.train.planner.token_counts import TokenCount, count_tokens
 from draftsmith.train.recipe.load import load_recipe, read
 from draftsmith.train.recipe.recipe import make_recipe, yaml_text
 from draftsmith.train.trainer import checkpoint
@@ -219,6 +221,23 @@ def test_dry_run_speaks_of_the_budget_that_the_recipe_has(recipe_file):
     options = ("training.steps=null", "training.max_minutes=7")
     output = call("train", recipe_file, "--dry-run", *options)[1]
     assert "7 minutes" in output and "epochs of" not in output
+
+
+@pytest.mark.slow
+def test_count_tokens_of_a_long_conversation_takes_an_earlier_turn(folder, tmp_path):
+    """A run answers one where the last prompt leaves no room; a single prompt is left out."""
+    turn = [{"role": "user", "content": "why " * 200}, {"role": "assistant", "content": "so " * 20}]
+    path = tmp_path / "chats.jsonl"
+
+    def counted(*turns: dict) -> TokenCount:
+        path.write_text(json.dumps({"messages": turns}) + "\n")
+        recipe = tree(folder) | {"data": {"train": [{"path": str(path)}], "max_length": 256}}
+        (count,) = count_tokens(make_recipe(recipe | {"regenerate": {"max_new_tokens": 64}}))
+        return count
+
+    long = counted(*turn * 3)
+    assert long.tokens == 256 and 0 < long.supervised <= 64
+    assert counted({**turn[0], "content": "why " * 900}).tokens == 0
 
 
 @pytest.mark.slow
