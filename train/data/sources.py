@@ -10,7 +10,6 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 from draftsmith.speculators.errors import DataError
@@ -83,7 +82,6 @@ def load_source(source: Source, *, bad: BadRows | None = None) -> Iterator[Examp
     `bad`, which counts the conversations that are shortened to begin with the user; without one it
     raises, and conversations stay as they are."""
     source = source.resolved()
-    default = Path(source.path or source.hub_id[0]).stem
     for origin, row in rows_of(source):
         if bad is not None:
             bad.read += 1
@@ -94,7 +92,7 @@ def load_source(source: Source, *, bad: BadRows | None = None) -> Iterator[Examp
                 row,
                 origin=origin,
                 workload=source.workload,
-                default_workload=default,
+                default_workload=source.default_workload,
                 columns=source.columns,
             )
             if bad is not None and _begins_with_assistant(example):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, Strict, model_validator
+from pydantic import AfterValidator, Field, Strict, field_validator, model_validator
 
+from draftsmith.inference.report.schema import ALL_WORKLOADS
 from draftsmith.speculators.hub import split_revision
 from draftsmith.speculators.options import Count, PositiveInt, Section, Share, Text
 
@@ -121,6 +123,23 @@ class Source(Section):
         if self.streaming and (self.limit is None or "[" in (self.split or "")):
             raise ValueError("streaming: needs a limit, and knows no slices")
         return self
+
+    @field_validator("workload")
+    @classmethod
+    def _workload_is_not_the_pool(cls, workload: str | None) -> str | None:
+        if workload == ALL_WORKLOADS:
+            raise ValueError(
+                f"{ALL_WORKLOADS} is what reports call all workloads together; give another label"
+            )
+        return workload
+
+    @property
+    def default_workload(self) -> str:
+        """The label of rows without one: the name of the file or dataset, with the file's ending or
+        the dataset's owner where reports call all workloads together so."""
+        name = Path(self.path).name if self.path else self.hub_id[0]
+        stem = Path(name).stem
+        return name if stem == ALL_WORKLOADS else stem
 
     @property
     def label(self) -> str:

@@ -54,6 +54,17 @@ def chat(*texts: str, **more) -> dict:
     return {"messages": turns, **more}
 
 
+def test_workload_of_a_source_is_never_that_of_all(tmp_path) -> None:
+    """Reports call all workloads together "all"."""
+    row = chat("Q", "A")
+    for name, expected in {"all.jsonl": "all.jsonl", "math.jsonl": "math"}.items():
+        source = Source(path=jsonl(tmp_path / name, row))
+        assert [example.workload for example in load_sources([source])] == [expected]
+    assert Source(name="org/all@v1").default_workload == "org/all"
+    with pytest.raises(ValidationError):
+        Source(path="x.jsonl", workload="all")
+
+
 # ------------------------------------------------------------------------- known sets and columns
 
 
