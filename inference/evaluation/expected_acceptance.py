@@ -20,7 +20,8 @@ from draftsmith.inference.sampling_params import SamplingParams
 from draftsmith.inference.spec_decode.replay import ReplayResult, replay
 from draftsmith.speculators.drafter import Drafter
 from draftsmith.speculators.errors import DataError
-from draftsmith.speculators.target.frozen_target import FrozenTarget, TargetFeatures
+from draftsmith.speculators.target.frozen_target import TargetFeatures
+from draftsmith.speculators.target.target_head import TargetHead
 from draftsmith.speculators.vocab.draft_vocab import to_draft_ids
 
 Head = Callable[[Tensor], Tensor]
@@ -33,7 +34,7 @@ SMALLEST_CHUNK = 128  # rows
 
 @torch.no_grad()
 def expected_acceptance(
-    target: FrozenTarget,
+    target: TargetHead,
     drafter: Drafter,
     texts: Sequence[Text],
     temperature: float,
@@ -117,7 +118,7 @@ def batches_of(lengths: Sequence[int]) -> list[list[int]]:
 
 
 def accept_tables(
-    target: FrozenTarget,
+    target: TargetHead,
     drafter: Drafter,
     features: TargetFeatures,
     texts: Sequence[Text],
@@ -154,7 +155,7 @@ def accept_tables(
     ]
 
 
-def teacher_forced(target: FrozenTarget, texts: Sequence[Text]) -> TargetFeatures:
+def teacher_forced(target: TargetHead, texts: Sequence[Text]) -> TargetFeatures:
     """Features of the texts as right-padded rows [B, T]; every output token may be asked for."""
     lengths = [len(prompt) + len(output) for prompt, output in texts]
     ids = pad_sequence(

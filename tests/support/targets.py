@@ -18,6 +18,10 @@ TOKENIZER = DATA.parent / "target"
 def save_target(folder: Path, name: str = "qwen3", **config) -> Path:
     sizes = {"vocab_size": 4096, "max_position_embeddings": 512, "eos_token_id": 2, **config}
     make_tiny_model(name, **sizes).save_pretrained(folder)
+    return copy_tokenizer(folder)
+
+
+def copy_tokenizer(folder: Path) -> Path:
     for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(TOKENIZER / file, folder)
     return folder

@@ -51,7 +51,7 @@ def regenerate(
     from draftsmith.inference.progress import Stages
     from draftsmith.train.pipeline.adapted_target import with_adapted_target
     from draftsmith.train.pipeline.data_stage import DataStage
-    from draftsmith.train.pipeline.run import load_target
+    from draftsmith.train.pipeline.run_target import load_target
     from draftsmith.train.recipe.load import load_recipe
 
     own_part, checked = parse_part(part), load_recipe(recipe, overrides or ())
@@ -72,25 +72,26 @@ def cache_features(recipe: RecipeFile, overrides: Overrides = None, part: Part =
     """Write the features of a recipe's training rows, for runs with features.mode: cache."""
     from draftsmith.inference.progress import Stages
     from draftsmith.train.pipeline.adapted_target import with_adapted_target
-    from draftsmith.train.pipeline.data_stage import DataStage, TrainingData
-    from draftsmith.train.pipeline.features_stage import fill, open_cache
-    from draftsmith.train.pipeline.run import load_target, make_accelerator
-    from draftsmith.train.recipe.drafter_config import drafter_config
+    from draftsmith.train.pipeline.data_stage import prepare_data
+    from draftsmith.train.pipeline.features_stage import fill, wanted_features
+    from draftsmith.train.pipeline.run import make_accelerator
+    from draftsmith.train.pipeline.run_target import RunTarget
+    from draftsmith.train.recipe.drafter_config import drafter_config, sketch_drafter
     from draftsmith.train.recipe.load import load_recipe
 
     checked = load_recipe(recipe, [*(overrides or ()), "features.mode=cache"])
     number = parse_part(part)
     accelerator = make_accelerator(checked.model_copy(update={"trackers": []}))
     checked = with_adapted_target(checked, accelerator)
-    taps = drafter_config(checked, checked.target.sketch(accelerator.device)).tap_layers
+    config = drafter_config(checked, checked.target.sketch(accelerator.device))
+    sketch = sketch_drafter(checked, config)
     stages = Stages(enabled=accelerator.is_main_process)
-    target = load_target(checked, accelerator, taps, stages)
+    target = RunTarget(checked, accelerator, config.tap_layers, stages)
     tokenizer = checked.target.load_tokenizer()
     for name, stage in checked.training_stages():
-        texts = DataStage(stage, target, tokenizer, accelerator, stages, stage=name)
-        data = TrainingData(texts.training_rows(), [], {}, texts.tokenizer, texts.hashes)
-        del texts  # and the engine that wrote them
-        fill(stage, target, data.rows, open_cache(stage, target, data).scan(), stages, number)
+        data = prepare_data(stage, target, tokenizer, accelerator, stages, name)
+        wanted = wanted_features(stage, target, data, sketch.reads_start_text)
+        fill(stage, target, wanted, stages, number)
 
 
 def train(

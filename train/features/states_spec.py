@@ -15,8 +15,8 @@ from pathlib import Path
 
 import torch
 
-from draftsmith.speculators.target.frozen_target import FrozenTarget
 from draftsmith.speculators.target.info import TargetSketch
+from draftsmith.speculators.target.target_head import TargetHead
 from draftsmith.train.recipe.recipe import Recipe
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -37,7 +37,7 @@ class StatesSpec:
 
     @classmethod
     def of_recipe(
-        cls, recipe: Recipe, tap_layers: Sequence[int], target: TargetSketch | FrozenTarget
+        cls, recipe: Recipe, tap_layers: Sequence[int], target: TargetSketch | TargetHead
     ) -> StatesSpec:
         """The taps of a recipe's drafter in their order, and the stream before the final norm."""
         layers = (*(tap for tap in tap_layers if tap != target.num_layers), target.num_layers)

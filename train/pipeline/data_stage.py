@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from accelerate import Accelerator
@@ -29,6 +29,7 @@ from draftsmith.speculators.digests import model_weights_sha256
 from draftsmith.speculators.errors import DataError
 from draftsmith.speculators.hub import cached_folder
 from draftsmith.speculators.target.frozen_target import FrozenTarget
+from draftsmith.speculators.target.longrope import original_length
 from draftsmith.train.data.loss_mask import ConversationTokenizer
 from draftsmith.train.data.packing import (
     PackedRow,
@@ -79,16 +80,26 @@ class TrainingData:
     hashes: TargetHashes
 
 
+class WholeTarget(Protocol):
+    """A target that is held whole, or is loaded where something has to be written."""
+
+    @property
+    def held(self) -> FrozenTarget | None: ...
+
+    def whole(self) -> FrozenTarget: ...
+
+
 def prepare_data(
     recipe: Recipe,
-    target: FrozenTarget,
+    target: WholeTarget,
     tokenizer: Any,
     accelerator: Accelerator,
     stages: Stages,
     stage: str = "",
 ) -> TrainingData:
     """The data of a stage of the training; the engine that writes its texts is gone afterwards."""
-    data = DataStage(recipe, target, tokenizer, accelerator, stages, stage=stage)
+    load = target.whole if target.held is None else None
+    data = DataStage(recipe, target.held, tokenizer, accelerator, stages, stage=stage, load=load)
     rows, held_out = data.training_rows(), data.held_out()
     prompts = data.prompts() if recipe.on_policy else []
     return TrainingData(rows, prompts, held_out, data.tokenizer, data.hashes)
@@ -107,9 +118,11 @@ class DataStage:
         *,
         stage: str = "",
         part: tuple[int, int] = (0, 1),
+        load: Callable[[], FrozenTarget] | None = None,
     ) -> None:
         """`stage`: names the lists of what is left out, if the training has several. `target`: None
-        only where endpoints write. `part` as in `regenerate`."""
+        where endpoints write, or where `load` gives it once a response is missing. `part` as in
+        `regenerate`."""
         self.recipe = recipe
         self.part = part
         self.accelerator, self.stages, self.stage = accelerator, stages, stage
@@ -124,15 +137,30 @@ class DataStage:
         self.responses_folder = Path(given or Path(recipe.output_dir) / "responses")
         facts = {"target_hash": self.hashes.combined, **self.tokenizer.template_facts()}
         self.record = None if self.folder is None else Record(self.folder, facts)
-        batch, self.llm = recipe.regenerate.batch_size, None
-        limits = {"max_num_seqs": batch, "max_num_batched_tokens": max(512, 32 * batch)}
+        self._load = load
+        self._tokenizer = tokenizer
+        self.llm: LLM | None = None
         if target and target.supports_rollback and not waits_on_host(recipe, accelerator):
-            self.llm = LLM(target, tokenizer, **limits)
+            self.llm = self._make_llm(target)
         sketch = recipe.target.sketch()
         longest = getattr(sketch.config, "max_position_embeddings", None) or recipe.data.max_length
+        if target is None and load is not None:  # as the LLM that may have to write is limited
+            longest = min(longest, original_length(sketch.config) or longest)
         name = recipe.target.model
         end = tuple(sorted(end_of_sequence_ids(name, tokenizer, **recipe.target.source)))
         self.facts = TargetFacts(name, longest, sketch.vocab_size, end)
+
+    def _make_llm(self, target: FrozenTarget) -> LLM:
+        batch = self.recipe.regenerate.batch_size
+        limits = {"max_num_seqs": batch, "max_num_batched_tokens": max(512, 32 * batch)}
+        return LLM(target, self._tokenizer, **limits)
+
+    def _loaded_llm(self) -> LLM:
+        """The LLM of a target that is loaded now."""
+        if self.llm is None:
+            assert self._load is not None, "only a stage that can load its target asks for it"
+            self.llm = self._make_llm(self._load())
+        return self.llm
 
     def _date(self, tokenizer: Any) -> datetime | None:
         """The run's date for its chat template, kept by the main process and sent to the others."""
@@ -252,6 +280,7 @@ class DataStage:
                     say=self.stages.say if whole else lambda text: None,
                     part=part,
                     record=self.record if whole else None,
+                    make_llm=None if self._load is None else self._loaded_llm,
                     discard=self._discard_states,
                 )
 

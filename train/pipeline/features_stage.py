@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
+from typing import Protocol
 
 from accelerate import Accelerator
 from rich.filesize import decimal as size_text
@@ -15,6 +16,8 @@ from draftsmith.inference.provenance import text_sha256
 from draftsmith.inference.vllm_bridge.hidden_states import HiddenStates
 from draftsmith.speculators.hub import cached_folder
 from draftsmith.speculators.target.frozen_target import FrozenTarget
+from draftsmith.speculators.target.target_head import TargetHead
+from draftsmith.train.data.loss_mask import TokenRow
 from draftsmith.train.data.packing import PackedRow, best_fit
 from draftsmith.train.features.cache import (
     SHARD_BYTES,
@@ -32,39 +35,85 @@ from draftsmith.train.pipeline.data_stage import TrainingData
 from draftsmith.train.recipe.recipe import Recipe
 
 Text = tuple[bytes, Tensor | None, Tensor]  # its name, taps [L, n·H], last hidden states [L, H]
+EXACT = "exact"  # the encoding of states that are replayed
 TOGETHER = 1 << 16  # tokens that vLLM is given at once, whose states it leaves in files
+
+
+class FeatureTarget(Protocol):
+    """The target whose features are needed. `stays`: its decoder is there throughout a training."""
+
+    head: TargetHead
+    stays: bool
+
+    def whole(self) -> FrozenTarget: ...
+
+
+Wanted = list[tuple[FeatureCache, list[PackedRow]]]  # caches, and the rows whose texts they are for
 
 
 def training_features(
     recipe: Recipe,
-    target: FrozenTarget,
+    target: FeatureTarget,
     data: TrainingData,
     accelerator: Accelerator,
     stages: Stages,
+    reads_start_text: bool = False,
 ) -> RowFeatures:
-    """The features of the training rows; with `mode: cache` from the disk, once all are there."""
-    source: FeatureSource = InProcess(target)
+    """The features of the training rows; with `mode: cache` from the disk, once all are there. The
+    head then has its states from there too, unless the decoder stays. `reads_start_text`: of the
+    drafter that is made next."""
+    source: FeatureSource
     if recipe.features.mode == "cache":
-        cache = open_cache(recipe, target, data).scan()
+        wanted = wanted_features(recipe, target, data, reads_start_text)
         accelerator.wait_for_everyone()  # so that all find the same texts missing
         part = accelerator.process_index, accelerator.num_processes
         started_here = recipe.features.engine == "vllm" and not recipe.features.endpoints
         if started_here:  # vLLM takes all devices, in the first process
             part = (0, 1)
         if not started_here or accelerator.is_main_process:
-            fill(recipe, target, data.rows, cache, stages, part)
+            fill(recipe, target, wanted, stages, part)
         accelerator.wait_for_everyone()
-        source = Disk(cache.scan(), target.device)
+        for cache, _ in wanted:
+            cache.scan()
+        source = Disk(wanted[0][0], target.head.device)
+        if not target.stays:
+            target.head.source = Disk(wanted[-1][0], target.head.device).features
+    else:
+        source = InProcess(target.whole())
     keep_bytes = recipe.training.keep_features_gb * 2**30
     pad = data.tokenizer.tokenizer.pad_token_id or 0
     return RowFeatures(source, data.rows, pad_token_id=pad, keep_bytes=keep_bytes)
+
+
+def wanted_features(
+    recipe: Recipe, target: FeatureTarget, data: TrainingData, reads_start_text: bool
+) -> Wanted:
+    """The texts of the training rows in the recipe's encoding. Where no decoder stays, also those
+    that are replayed, which have to be exact: held-out texts, and that of a drafter's start."""
+    training = open_cache(recipe, target.head, data, recipe.features.encoding).scan()
+    rows = list(data.rows)
+    if target.stays:
+        return [(training, rows)]
+    replayed = [
+        PackedRow.of(TokenRow.from_response(response.prompt_ids, response.output_ids, ""))
+        for responses in data.held_out.values()
+        for response in responses
+    ]
+    if reads_start_text:
+        ids = target.head.start_text()[0].cpu().numpy()
+        replayed.append(PackedRow.of(TokenRow(ids, ids < 0)))
+    if recipe.features.encoding == EXACT:
+        return [(training, rows + replayed)]
+    return [(training, rows), (open_cache(recipe, target.head, data, EXACT).scan(), replayed)]
 
 
 def _root(recipe: Recipe) -> Path:
     return Path(recipe.features.dir or Path(recipe.output_dir) / "features")
 
 
-def open_cache(recipe: Recipe, target: FrozenTarget, data: TrainingData) -> FeatureCache:
+def open_cache(
+    recipe: Recipe, target: TargetHead, data: TrainingData, encoding: str
+) -> FeatureCache:
     """The cache of the recipe's features, addressed by everything that they depend on."""
     section, tokenizer = recipe.features, data.tokenizer.tokenizer
     words = getattr(tokenizer, "backend_tokenizer", None)
@@ -78,54 +127,76 @@ def open_cache(recipe: Recipe, target: FrozenTarget, data: TrainingData) -> Feat
         taps=target.tap_layers,
         dtype=str(target.dtype).removeprefix("torch."),
         engine=section.engine,
-        encoding=section.encoding,
+        encoding=encoding,
     )
     return FeatureCache(_root(recipe), key)
 
 
 def fill(
     recipe: Recipe,
-    target: FrozenTarget,
-    rows: Sequence[PackedRow],
-    cache: FeatureCache,
+    target: FeatureTarget,
+    wanted: Wanted,
     stages: Stages,
     part: tuple[int, int] = (0, 1),
 ) -> None:
     """Writes the missing features of a part (i, n) of the rows: every n-th from the i-th on."""
-    absent = missing(cache, rows)
-    tokens, section = sum(absent.values()), recipe.features
-    whole = cache.bytes_per_token * sum(map(len, rows))
-    stages.say(
-        f"      features in {cache.folder}: {cache.bytes_per_token:,} bytes per token"
-        f" ({section.encoding}), {size_text(whole)} for the rows of this run,"
-        f" {size_text(cache.bytes_per_token * tokens)} to be written"
-    )
-    if not absent:
+    absent = [missing(cache, rows) for cache, rows in wanted]
+    for (cache, rows), texts in zip(wanted, absent, strict=True):
+        whole = cache.bytes_per_token * sum(map(len, rows))
+        stages.say(
+            f"      features in {cache.folder}: {cache.bytes_per_token:,} bytes per token"
+            f" ({cache.key.encoding}), {size_text(whole)} for {len(rows):,} rows,"
+            f" {size_text(cache.bytes_per_token * sum(texts.values()))} to be written"
+        )
+    if not any(absent):
         return
     first, step = part
-    own = [row for row in rows[first::step] if any(text in absent for text, _ in texts_of(row))]
-    texts = {text: absent[text] for row in own for text, _ in texts_of(row) if text in absent}
-    if section.endpoints:
-        features = _from_servers(recipe, target, own, set(texts), stages, first)
-    elif section.engine == "vllm":
-        features = _from_vllm(recipe, target, own, set(texts))
-    else:
-        features = _from_target(target, own, set(texts))
-    with (
-        stages.stage("write features", sum(texts.values())) as advance,
-        ShardWriter(cache, SHARD_BYTES) as shards,
-        closing(features),
-    ):
+    own = [
+        row
+        for (_, rows), texts in zip(wanted, absent, strict=True)
+        for row in rows[first::step]
+        if any(text in texts for text, _ in texts_of(row))
+    ]
+    if not own:
+        return
+    lengths = {text: length for texts in absent for text, length in texts.items()}
+    asked = {text: lengths[text] for row in own for text, _ in texts_of(row) if text in lengths}
+    features = _computed(recipe, target, own, set(asked), stages, first)
+    with ExitStack() as open_writers:
+        advance = open_writers.enter_context(stages.stage("write features", sum(asked.values())))
+        writers = [
+            open_writers.enter_context(ShardWriter(cache, SHARD_BYTES)) for cache, _ in wanted
+        ]
+        open_writers.enter_context(closing(features))
         done = 0
         for text, taps, last_hidden in features:
-            shards.add(text, taps, last_hidden)
+            for writer, texts in zip(writers, absent, strict=True):
+                if text in texts:
+                    writer.add(text, taps, last_hidden)
             done += len(last_hidden)
             advance(done)
-    errors = ", ".join(f"{name} {value:.2g}" for name, value in shards.error.items())
-    stages.say(
-        f"      {size_text(shards.bytes)} written; relative squared error of the worst text:"
-        f" {errors}"
-    )
+    for writer in writers:
+        errors = ", ".join(f"{name} {value:.2g}" for name, value in writer.error.items())
+        stages.say(
+            f"      {size_text(writer.bytes)} written; relative squared error of the worst text:"
+            f" {errors}"
+        )
+
+
+def _computed(
+    recipe: Recipe,
+    target: FeatureTarget,
+    rows: Sequence[PackedRow],
+    absent: set[bytes],
+    stages: Stages,
+    process: int,
+) -> Generator[Text]:
+    """The absent texts of the rows, by whom the recipe says."""
+    if recipe.features.endpoints:
+        return _from_servers(recipe, target.head, rows, absent, stages, process)
+    if recipe.features.engine == "vllm":
+        return _from_vllm(recipe, target.head, rows, absent)
+    return _from_target(target.whole(), rows, absent)
 
 
 def _from_target(
@@ -143,7 +214,7 @@ def _from_target(
 
 def _from_servers(
     recipe: Recipe,
-    target: FrozenTarget,
+    target: TargetHead,
     rows: Sequence[PackedRow],
     absent: set[bytes],
     stages: Stages,
@@ -175,7 +246,7 @@ def _token_ids(rows: Sequence[PackedRow], absent: set[bytes]) -> list[tuple[byte
 
 
 def _from_vllm(
-    recipe: Recipe, target: FrozenTarget, rows: Sequence[PackedRow], absent: set[bytes]
+    recipe: Recipe, target: TargetHead, rows: Sequence[PackedRow], absent: set[bytes]
 ) -> Generator[Text]:
     """Every text is a prompt of its own; the states before the final norm are normed here."""
     texts = _token_ids(rows, absent)
@@ -196,7 +267,7 @@ def _from_vllm(
                 yield text, *features_of_states(target, states)
 
 
-def features_of_states(target: FrozenTarget, states: Tensor) -> tuple[Tensor | None, Tensor]:
+def features_of_states(target: TargetHead, states: Tensor) -> tuple[Tensor | None, Tensor]:
     """Residual streams [L, layers, H] of taps and before the final norm -> taps [L, n·H], last."""
     states = states.to(target.device, target.dtype)
     taps = states if target.num_layers in target.tap_layers else states[:, :-1]

@@ -17,12 +17,11 @@ from accelerate.utils import InitProcessGroupKwargs, set_seed
 from draftsmith.inference.evaluation.expected_acceptance import expected_acceptance
 from draftsmith.inference.evaluation.suites import load_suite
 from draftsmith.inference.progress import Stages
-from draftsmith.inference.report.schema import OUR_ENGINE
 from draftsmith.inference.spec_decode.replay import ReplayResult, standard_error
 from draftsmith.speculators.drafter import Drafter
 from draftsmith.speculators.export.upload import account
 from draftsmith.speculators.precision import autocast_dtype, free_memory, own_device
-from draftsmith.speculators.target.frozen_target import FrozenTarget
+from draftsmith.speculators.target.target_head import TargetHead
 from draftsmith.train.on_policy.refresh import OnPolicy
 from draftsmith.train.pipeline import trackers
 from draftsmith.train.pipeline.acceptance_stage import accept, engines_of
@@ -31,6 +30,7 @@ from draftsmith.train.pipeline.data_stage import prepare_data, waits_on_host
 from draftsmith.train.pipeline.drafter_stage import make_drafter, meet_tokenizers
 from draftsmith.train.pipeline.export_stage import Trained, export
 from draftsmith.train.pipeline.features_stage import training_features
+from draftsmith.train.pipeline.run_target import RunTarget
 from draftsmith.train.planner.plan import short_budgets
 from draftsmith.train.recipe.drafter_config import drafter_config, sketch_drafter
 from draftsmith.train.recipe.load import load_recipe
@@ -40,7 +40,7 @@ from draftsmith.train.trainer import checkpoint
 from draftsmith.train.trainer.checkpoint import fingerprint
 from draftsmith.train.trainer.joint_target import JointTarget
 from draftsmith.train.trainer.parallel import shard_over_processes
-from draftsmith.train.trainer.trainer import ERROR, EXPECTED, Trainer, held_out_result
+from draftsmith.train.trainer.trainer import ERROR, EXPECTED, Evaluate, Trainer, held_out_result
 
 # With which processes wait for the one that writes responses; torch's is ten minutes.
 PATIENCE = timedelta(days=7)
@@ -107,59 +107,29 @@ def make_accelerator(recipe: Recipe) -> Accelerator:
     return accelerator
 
 
-def load_target(
-    recipe: Recipe, accelerator: Accelerator, tap_layers: Sequence[int], stages: Stages
-) -> FrozenTarget:
-    """The target on the device of this process, or in the host's memory until it is sharded."""
-    with stages.stage(f"load {recipe.target.model}"):
-        return FrozenTarget.from_pretrained(
-            recipe.target.model,
-            tap_layers=tap_layers,
-            dtype=recipe.target.dtype,
-            device=accelerator.device,
-            on_host=waits_on_host(recipe, accelerator),
-            **recipe.target.source,
-        )
-
-
-def require_abilities(recipe: Recipe, target: FrozenTarget) -> None:
-    """UnsupportedTarget if the recipe has the target decode and it gives features alone."""
-    keys = set[str]()  # of the recipe, that have it decode
-    for _, part in recipe.training_stages():
-        parts = {
-            "regenerate.enabled": part.regenerate.enabled,
-            "data.validation": part.data.validation,
-        }
-        if not part.regenerate.endpoints:
-            keys |= {key for key, decodes in parts.items() if decodes}
-        if part.on_policy:
-            keys.add("on_policy")
-    if OUR_ENGINE in recipe.evaluation.engines and recipe.measured:
-        keys.add("evaluation.engines: [draftsmith]")
-    if keys:
-        target.require_rollback(", ".join(sorted(keys)))
-
-
 def train(recipe: Recipe, accelerator: Accelerator, stages: Stages, as_given: str = "") -> Trained:
     """Every stage of the training, one after the other. `as_given`: the recipe's YAML, which is
     written beside the checkpoints once none of any stage is left that could refuse it."""
     config = drafter_config(recipe, recipe.target.sketch(accelerator.device))
-    sketch_drafter(recipe, config)  # what cannot be drafted is refused before anything is loaded
+    # What cannot be drafted is refused before anything is loaded.
+    sketch = sketch_drafter(recipe, config)
     if waits_on_host(recipe, accelerator):
         stages.say("      the target waits in the host's memory until it is sharded")
-    target = load_target(recipe, accelerator, config.tap_layers, stages)
+    target = RunTarget(recipe, accelerator, config.tap_layers, stages)
     tokenizer = recipe.target.load_tokenizer()
-    require_abilities(recipe, target)
     drafter, previous = None, ""
     every = recipe.training_stages()
     for number, (name, part) in enumerate(every, 1):
         data = prepare_data(part, target, tokenizer, accelerator, stages, name)
-        features = training_features(part, target, data, accelerator, stages)
+        reads_start_text = drafter is None and sketch.reads_start_text
+        features = training_features(part, target, data, accelerator, stages, reads_start_text)
+        target.release()
         folder = recipe.checkpoints(name)
         if drafter is None:
-            drafter = make_drafter(part, config, target, features, stages, folder)
+            drafter = make_drafter(part, config, target.head, features, stages, folder)
             meet_tokenizers(recipe, drafter, tokenizer)
-            shard_over_processes(accelerator, target, recipe.target.sharding)
+            if target.held is not None:
+                shard_over_processes(accelerator, target.held, recipe.target.sharding)
         data_hash = checkpoint.hash_rows(data.rows, data.prompts)
         previous = fingerprint(part, data.hashes.combined, previous, data_hash)
         newest = checkpoint.latest(folder)
@@ -170,7 +140,7 @@ def train(recipe: Recipe, accelerator: Accelerator, stages: Stages, as_given: st
         if part.on_policy:
             on_policy = OnPolicy(
                 part,
-                target,
+                target.whole(),
                 data.prompts,
                 folder=folder,
                 accelerator=accelerator,
@@ -178,14 +148,14 @@ def train(recipe: Recipe, accelerator: Accelerator, stages: Stages, as_given: st
             )
         trainer = Trainer(
             part,
-            target,
+            target.head,
             drafter,
             features,
             accelerator=accelerator,
             folder=folder,
             fingerprint=previous,
-            evaluate=held_out_evaluation(part, target, data.held_out) if data.held_out else None,
-            joint=JointTarget(target, part.joint, part.training.seed) if part.joint else None,
+            evaluate=_evaluation(part, target.head, data.held_out),
+            joint=_joint(part, target),
             on_policy=on_policy,
             say=stages.say,
         )
@@ -211,9 +181,21 @@ def _train_stage(trainer: Trainer, stages: Stages, title: str) -> checkpoint.Tra
     return state
 
 
+def _evaluation(
+    recipe: Recipe, target: TargetHead, held_out: dict[float, list[Response]]
+) -> Evaluate | None:
+    return held_out_evaluation(recipe, target, held_out) if held_out else None
+
+
+def _joint(recipe: Recipe, target: RunTarget) -> JointTarget | None:
+    if recipe.joint is None:
+        return None
+    return JointTarget(target.whole(), recipe.joint, recipe.training.seed)
+
+
 def held_out_evaluation(
-    recipe: Recipe, target: FrozenTarget, held_out: dict[float, list[Response]]
-):
+    recipe: Recipe, target: TargetHead, held_out: dict[float, list[Response]]
+) -> Evaluate:
     """Expected acceptance length (exact replay) on texts the target wrote, per temperature, and
     their mean, each with its standard error. `held_out` was written with the filters of
     `evaluation` and is replayed under them, as the report's runtime does."""

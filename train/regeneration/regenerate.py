@@ -51,6 +51,7 @@ def regenerate(
     part: tuple[int, int] = (0, 1),
     record: Record | None = None,
     discard: Callable[[dict[str, Any]], None] | None = None,
+    make_llm: Callable[[], LLM] | None = None,
 ) -> list[Response]:
     """The target's responses to `examples`, turn by turn and in order.
 
@@ -60,6 +61,8 @@ def regenerate(
     record         where the account is kept
     discard        removes hidden states that a server has left of a response, by the
                    kv_transfer_params of its answer
+
+    make_llm       the target in this process, loaded once a response is missing
 
     A prompt that leaves no room in `max_length` is left out and counted; DataError if none is left.
     EndpointError: the servers are not there, serve something else, or have all failed."""
@@ -75,7 +78,7 @@ def regenerate(
     ]
     settings = section.model_dump(include={"top_p", "top_k", "max_new_tokens"})
     name = digest({"target": target_hash, **settings}, 16)
-    store, writer = ResponseStore(folder, name), _writer(llm, rules, say, discard)
+    store, writer = ResponseStore(folder, name), _writer(llm, make_llm, rules, say, discard)
     try:
         _write_all(conversations, writer, store, account, _reporter(account, progress))
     finally:
@@ -95,6 +98,7 @@ def regenerate(
 
 def _writer(
     llm: LLM | None,
+    make_llm: Callable[[], LLM] | None,
     rules: ConversationRules,
     say: Say,
     discard: Callable[[dict[str, Any]], None] | None,
@@ -103,9 +107,11 @@ def _writer(
         from draftsmith.train.regeneration.servers import ServerWriter
 
         return ServerWriter(rules, llm, say, discard)
-    if llm is None:
+    if llm is not None:
+        return LocalWriter(lambda: llm, 8 * rules.section.batch_size)
+    if make_llm is None:
         raise ConfigError("empty, and the target is not loaded here", where="regenerate.endpoints")
-    return LocalWriter(llm, 8 * rules.section.batch_size)
+    return LocalWriter(make_llm, 8 * rules.section.batch_size)
 
 
 def _write_all(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 from draftsmith.inference import LLM
@@ -39,13 +41,16 @@ class Writer(Protocol):
 
 
 class LocalWriter:
-    """The LLM of this process."""
+    """The LLM of this process, which `make_llm` gives once there is something to write."""
 
-    def __init__(self, llm: LLM, capacity: int) -> None:
-        self.llm, self.capacity = llm, capacity
-        dtype = str(llm.engine.target.dtype).removeprefix("torch.")
-        self.engine = f"draftsmith {package_version()}, {dtype}"
+    def __init__(self, make_llm: Callable[[], LLM], capacity: int) -> None:
+        self.capacity = capacity
+        self._make_llm = make_llm
         self._under_way: dict[int, tuple[Ask, Any]] = {}  # by the request's identity
+
+    @cached_property
+    def llm(self) -> LLM:
+        return self._make_llm()
 
     def begin(self, ask: Ask) -> None:
         response = self.llm.submit(Prompt(None, list(ask.prompt_ids)), ask.params)
@@ -55,9 +60,11 @@ class LocalWriter:
         until = time.monotonic() + REPORT_EVERY_S
         while not (requests := self.llm.engine.step()) and time.monotonic() < until:
             pass
+        dtype = str(self.llm.engine.target.dtype).removeprefix("torch.")
+        engine = f"draftsmith {package_version()}, {dtype}"
         ended = [self._under_way.pop(id(request)) for request in requests]
         return [
-            Written(ask, tuple(response.output().outputs[0].token_ids), self.engine)
+            Written(ask, tuple(response.output().outputs[0].token_ids), engine)
             for ask, response in ended
         ]
 

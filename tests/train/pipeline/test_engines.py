@@ -12,7 +12,8 @@ from draftsmith.speculators.errors import ConfigError, UnsupportedTarget
 from draftsmith.speculators.target.frozen_target import FrozenTarget
 from draftsmith.train.pipeline import acceptance_stage
 from draftsmith.train.pipeline.acceptance_stage import engines_of, gate_bounds
-from draftsmith.train.pipeline.run import require_abilities, run
+from draftsmith.train.pipeline.run import run
+from draftsmith.train.pipeline.run_target import require_abilities
 from tests.quickstart_data import source as quickstart
 from tests.support.errors import raises_at
 from tests.support.training import recipe_of

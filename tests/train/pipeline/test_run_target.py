@@ -1,0 +1,114 @@
+"""A training from disk needs a target's head alone: not its layers, nor the files they lie in."""
+
+from __future__ import annotations
+
+import gc
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from draftsmith.inference.progress import Stages
+from draftsmith.speculators.errors import CheckpointError
+from draftsmith.speculators.target.frozen_target import FrozenTarget
+from draftsmith.train.pipeline.export_stage import Trained, export
+from draftsmith.train.pipeline.run import train
+from draftsmith.train.pipeline.run_target import trains_with_decoder
+from draftsmith.train.recipe.recipe import Recipe
+from draftsmith.train.trainer.trainer import EXPECTED, Trainer
+from tests.quickstart_data import source as quickstart
+from tests.support.models import make_tiny_model
+from tests.support.targets import copy_tokenizer, keep_two_shards
+from tests.support.training import assert_equal, recipe_of
+
+SIZES = {"vocab_size": 4096, "max_position_embeddings": 512, "eos_token_id": 2}
+LAYERS = 94  # as Qwen3-235B-A22B has
+
+
+def recipe_from_disk(folder: Path, **sections: Any) -> Recipe:
+    own = {
+        "target": {"model": str(folder / "target")},
+        "output_dir": str(folder / "run"),
+        "data": {
+            "train": [quickstart("train", 6)],
+            "validation": [quickstart("validation", 2)],
+            "max_length": 128,
+        },
+        "drafter": {"unroll_steps": 2, "draft_vocab_size": 256, "tap_layers": [2, 47, 91]},
+        "regenerate": {"max_new_tokens": 4},
+        "features": {"mode": "cache", "encoding": "rotated"},
+        "training": {"steps": 3, "batch_size": 1, "eval_every": 3, "mixed_precision": "no"},
+        "evaluation": {"max_tokens": 4, "num_speculative_tokens": 2},
+    }
+    return recipe_of("eagle3", **own | sections)
+
+
+def trained(recipe: Recipe) -> Trained:
+    torch.manual_seed(0)
+    return train(recipe, Accelerator(cpu=True), Stages(enabled=False))
+
+
+def decoder_layers() -> int:
+    """Layers of the target with weights in memory."""
+    gc.collect()
+    modules = [each for each in gc.get_objects() if isinstance(each, nn.Module)]
+    layers = [each for each in modules if type(each).__name__ == "Qwen3MoeDecoderLayer"]
+    return sum(not next(layer.parameters()).is_meta for layer in layers)
+
+
+def figures(result: Trained) -> list[tuple[float, float | None]]:
+    return [(record["loss"], record.get(EXPECTED)) for record in result.state.history]
+
+
+@pytest.mark.slow
+def test_a_training_from_disk_needs_two_shards_of_a_hundred_and_holds_no_layer(
+    tmp_path, monkeypatch
+):
+    """What the whole target has written is on the disk; the same training then goes on without it,
+    to the same weights and the same held-out figures."""
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    model = make_tiny_model("qwen3_moe", num_hidden_layers=LAYERS, **experts, **SIZES)
+    copy_tokenizer(keep_two_shards(model, tmp_path / "target", shards=100))
+    model.save_pretrained(tmp_path / "whole")
+    assert decoder_layers() == LAYERS
+    del model
+    recipe = recipe_from_disk(tmp_path)
+    load = FrozenTarget.from_pretrained
+    with monkeypatch.context() as patch:
+        elsewhere = lambda name, **options: load(str(tmp_path / "whole"), **options)
+        patch.setattr(FrozenTarget, "from_pretrained", elsewhere)
+        first = trained(recipe)
+    expected = {name: tensor.clone() for name, tensor in first.drafter.state_dict().items()}
+    before = figures(first)
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    del first
+
+    with pytest.raises(CheckpointError):
+        load(recipe.target.model)
+    held = []
+    step = Trainer.step
+    counted = lambda self, share: held.append(decoder_layers()) or step(self, share)
+    monkeypatch.setattr(Trainer, "step", counted)
+    again = trained(recipe)
+    assert held == [0, 0, 0]
+    assert_equal(again.drafter.state_dict(), expected)
+    assert figures(again) == before and before[-1][1] >= 1
+    assert (export(recipe, again) / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("sections", "decodes"),
+    [
+        ({}, False),
+        ({"features": {"mode": "online"}}, True),
+        ({"on_policy": {}}, True),
+        ({"stages": [{"name": "a"}, {"name": "b", "on_policy": {}}]}, True),
+    ],
+    ids=str,
+)
+def test_a_training_keeps_the_decoder_where_it_computes_or_decodes(tmp_path, sections, decodes):
+    assert trains_with_decoder(recipe_from_disk(tmp_path, **sections)) == decodes

@@ -1,0 +1,114 @@
+"""The target of a run: its head at all times, the whole of it while something decodes or computes
+here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from accelerate import Accelerator
+
+from draftsmith.inference.progress import Stages
+from draftsmith.inference.report.schema import OUR_ENGINE
+from draftsmith.speculators.errors import UnsupportedTarget
+from draftsmith.speculators.precision import free_memory
+from draftsmith.speculators.target.frozen_target import FrozenTarget
+from draftsmith.speculators.target.target_head import TargetHead
+from draftsmith.train.pipeline.data_stage import waits_on_host
+from draftsmith.train.recipe.recipe import Recipe
+
+
+class RunTarget:
+    """The target that a run trains a drafter for.
+
+    Where features come from the disk, the training needs embedding, final norm and output head
+    alone (`head`). The whole is loaded when a response or a feature is missing that this process
+    has to write (`whole`), and is gone when they are there (`release`). A run whose training
+    computes or decodes with the target has it from its start to its end (`stays`)."""
+
+    def __init__(
+        self, recipe: Recipe, accelerator: Accelerator, tap_layers: Sequence[int], stages: Stages
+    ) -> None:
+        self.recipe = recipe
+        self.accelerator = accelerator
+        self.tap_layers = tap_layers
+        self.stages = stages
+        self.stays = trains_with_decoder(recipe)
+        self._whole: FrozenTarget | None = None
+        self.head: TargetHead = self.whole() if self.stays else self._load_head()
+
+    @property
+    def held(self) -> FrozenTarget | None:
+        """The whole target of a run that keeps it; None: `whole` loads it where it is needed."""
+        return self._whole if self.stays else None
+
+    def whole(self) -> FrozenTarget:
+        """Loads the whole target, unless it is there. UnsupportedTarget: see
+        `require_abilities`."""
+        if self._whole is None:
+            self._whole = load_target(self.recipe, self.accelerator, self.tap_layers, self.stages)
+            require_abilities(self.recipe, self._whole)
+        return self._whole
+
+    def release(self) -> None:
+        """Frees the decoder, unless the training needs it."""
+        if self._whole is not None and not self.stays:
+            self._whole = None
+            free_memory()
+
+    def _load_head(self) -> TargetHead:
+        name = self.recipe.target.model
+        try:
+            with self.stages.stage(f"load embedding, final norm and output head of {name}"):
+                return TargetHead.from_pretrained(
+                    name,
+                    tap_layers=self.tap_layers,
+                    dtype=self.recipe.target.dtype,
+                    device=self.accelerator.device,
+                    **self.recipe.target.source,
+                )
+        except UnsupportedTarget as error:
+            self.stages.say(f"      the whole target is loaded and kept: {error}")
+            self.stays = True
+            return self.whole()
+
+
+def trains_with_decoder(recipe: Recipe) -> bool:
+    """True if the training itself runs the target's decoder, or copies its layers."""
+    copies_layers = getattr(recipe.drafter, "from_target", None) is not None
+    return copies_layers or any(
+        part.features.mode == "online" or part.joint is not None or part.on_policy is not None
+        for _, part in recipe.training_stages()
+    )
+
+
+def load_target(
+    recipe: Recipe, accelerator: Accelerator, tap_layers: Sequence[int], stages: Stages
+) -> FrozenTarget:
+    """The target on the device of this process, or in the host's memory until it is sharded."""
+    with stages.stage(f"load {recipe.target.model}"):
+        return FrozenTarget.from_pretrained(
+            recipe.target.model,
+            tap_layers=tap_layers,
+            dtype=recipe.target.dtype,
+            device=accelerator.device,
+            on_host=waits_on_host(recipe, accelerator),
+            **recipe.target.source,
+        )
+
+
+def require_abilities(recipe: Recipe, target: FrozenTarget) -> None:
+    """UnsupportedTarget if the recipe has the target decode and it gives features alone."""
+    keys = set[str]()  # of the recipe, that have it decode
+    for _, part in recipe.training_stages():
+        parts = {
+            "regenerate.enabled": part.regenerate.enabled,
+            "data.validation": part.data.validation,
+        }
+        if not part.regenerate.endpoints:
+            keys |= {key for key, decodes in parts.items() if decodes}
+        if part.on_policy:
+            keys.add("on_policy")
+    if OUR_ENGINE in recipe.evaluation.engines and recipe.measured:
+        keys.add("evaluation.engines: [draftsmith]")
+    if keys:
+        target.require_rollback(", ".join(sorted(keys)))
