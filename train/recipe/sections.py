@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
     from draftsmith.speculators.target.info import TargetSketch
 
+MAX_SEED = 2**32 - 1  # of NumPy's generators
+
 
 class TargetSection(Section):
     """The frozen model whose distribution is preserved."""
@@ -112,7 +114,7 @@ class TrainingSection(Section):
     """gradient clipping; 0.5 in every EAGLE paper"""
     mixed_precision: Literal["auto", "bf16", "no"] = "auto"
     """autocast of the head; its weights are fp32; auto: bf16 where the device computes in it"""
-    seed: Count = 0
+    seed: int = Field(0, ge=0, le=MAX_SEED)
     """seed of initialisation and sampling order"""
     eval_every: PositiveInt | None = None
     """steps between held-out evaluations; null: ten a run"""
@@ -275,10 +277,12 @@ class EvaluationSection(Section):
     @classmethod
     def _names_alone(cls, value: Any) -> Any:
         """A list of names; null is none."""
-        suites = dict.fromkeys(value) if isinstance(value, list) else value or {}
-        if unknown := sorted(set(suites) - set(SUITES)):
+        names = [] if value is None else value
+        if not isinstance(names, list | dict):
+            raise ValueError(f"expected a list of names or name: path, got {value!r}")
+        if unknown := [name for name in names if name not in list(SUITES)]:
             raise ValueError(f"expected names of {', '.join(SUITES)}, got '{unknown[0]}'")
-        return suites
+        return dict.fromkeys(names) if isinstance(names, list) else names
 
     @property
     def suite_paths(self) -> dict[str, str]:

@@ -192,6 +192,9 @@ MALFORMED = {
         "gates.lossless_mismatches"
     ),
     "evaluation: {suites: [mbppp]}": "evaluation.suites",
+    "evaluation: {suites: 3}": "evaluation.suites",
+    "evaluation: {suites: [[1], a]}": "evaluation.suites",
+    "training: {seed: 4294967296}": "training.seed",
     "data: {train: [{path: a.jsonl, name: b/c}]}": "data.train.0",
     "data: {train: [{path: a.jsonl}]}\ngates: {lossless_mismatches: {max: 1}}": (
         "gates.lossless_mismatches"
