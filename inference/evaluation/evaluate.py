@@ -9,6 +9,7 @@ in float32. The engine that is measured is any of engines.py."""
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -39,7 +40,10 @@ from draftsmith.inference.report.schema import (
 from draftsmith.inference.sampling_params import SamplingParams
 from draftsmith.speculators.digests import model_weights_sha256, weights_sha256
 from draftsmith.speculators.errors import ConfigError, DataError
+from draftsmith.speculators.export import other_target
 from draftsmith.speculators.hub import cached_folder
+
+logger = logging.getLogger(__name__)
 
 SHORT = 8  # tokens that warm an engine up
 
@@ -198,17 +202,18 @@ def _provenance(
     if not (template is None or isinstance(template, str)):  # several, by name
         template = json.dumps(template)
     config, weights = drafting.speculative_config, None
+    target_weights = model_weights_sha256(drafting.model, drafting.options.get("revision"))
     if drafting.drafter is not None:
         folder = cached_folder(drafting.drafter)
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         weights = weights_sha256(folder)
+        if warning := other_target(config, target_weights):
+            logger.warning("%s: %s", drafting.drafter, warning)
     return Provenance(
         **environment(target.device, target.dtype),
         chat_template_sha256=text_sha256(template),
         target_name=target_name or drafting.model,
-        target_weights_sha256=model_weights_sha256(
-            drafting.model, drafting.options.get("revision")
-        ),
+        target_weights_sha256=target_weights,
         drafter_method=drafting.method,
         drafter_path=drafting.drafter,
         drafter_config=config,

@@ -9,7 +9,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,8 @@ from draftsmith.speculators.export.layouts.base import Source
 from draftsmith.speculators.hub import one_line, split_revision
 from draftsmith.speculators.registry import family_class
 from draftsmith.speculators.target.target_head import TargetHead
+
+WEIGHTS = "weights_sha256"  # of the target, in what an export says of it
 
 
 def export_drafter(
@@ -64,6 +66,18 @@ def describe_target(target: Any) -> dict[str, Any]:
     """The target's fields in an export: the name, and the whole class."""
     names = getattr(target.model.config, "architectures", None) or [type(target.model).__name__]
     return {"name_or_path": target.name_or_path, "architectures": list(names)}
+
+
+def other_target(fields: Mapping[str, Any], weights: str) -> str | None:
+    """What to warn of if a drafter with these `fields` of config.json was trained for a target of
+    other weights than those with the sha256 `weights`; None: it was not, or does not say."""
+    target = (fields.get("draftsmith") or {}).get("target") or {}
+    if target.get(WEIGHTS) in (None, weights):
+        return None
+    return (
+        f"it was trained for {target.get('name_or_path')} with other weights than this target has:"
+        " fewer drafts are accepted; serve it with its own target, or train it for this one"
+    )
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from draftsmith.speculators.config import DecoderConfig, DrafterConfig, rope_of, with_factors_for
 from draftsmith.speculators.errors import CheckpointError, DraftsmithError
-from draftsmith.speculators.export import resolve
+from draftsmith.speculators.export import other_target, resolve
 from draftsmith.speculators.export.formats import format_of, layout_of
 from draftsmith.speculators.export.headers import Header, pickled_files, read_headers
 from draftsmith.speculators.export.layouts import base
@@ -80,12 +80,14 @@ def inspect_folder(
     *,
     num_target_layers: int | None = None,
     tokenizer: Any = None,
+    target_weights: str | None = None,
 ) -> Inspection:
     """Inspects a folder, or a repository on the Hub.
 
     `target`: a FrozenTarget, or a sketch with its sizes and config. Without one,
     `num_target_layers` helps with heads that do not name their taps. `tokenizer`: the target's, to
-    which a mask token is held. CheckpointError only if there is no such folder."""
+    which a mask token is held. `target_weights`: their sha256, if it is known. CheckpointError only
+    if there is no such folder."""
     result = Inspection(resolve(path_or_id))
     _read_files(result)
     if not result.fields or not result.headers:
@@ -101,6 +103,8 @@ def inspect_folder(
     _check_drafts(result, result.config, tokenizer)
     if target is not None:
         result.faults += _differences(result, result.config, target)
+    if target_weights is not None and (text := other_target(result.fields, target_weights)):
+        result.add("target", text, warning=True)
     return result
 
 

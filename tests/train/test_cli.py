@@ -19,15 +19,19 @@ from typer.testing import CliRunner
 
 from draftsmith.inference import LLM, SamplingParams
 from draftsmith.inference.report.schema import load_report
+from draftsmith.speculators.digests import weights_sha256
+from draftsmith.speculators.errors import CheckpointError
 from draftsmith.speculators.export import export_drafter, load_drafter
 from draftsmith.speculators.registry import config_for_target, family_class
 from draftsmith.speculators.target.frozen_target import FrozenTarget
 from draftsmith.train.cli import app
+from draftsmith.train.pipeline.evaluate_again import evaluate_run
 from draftsmith.train.recipe.drafter_config import drafter_config
 from draftsmith.train.recipe.load import load_recipe
 from draftsmith.train.recipe.recipe import describe_schema, yaml_text
 from draftsmith.train.trainer import checkpoint
 from tests.quickstart_data import source as quickstart
+from tests.support.errors import raises_at
 from tests.support.targets import save_target
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -274,6 +278,20 @@ def test_inspect_holds_a_mask_token_to_the_targets_tokenizer(target_folder, tmp_
     assert not faults(folder, "--model", bare)
 
 
+def test_inspect_of_a_drafter_of_other_weights_warns(drafter_folder, target_folder, tmp_path):
+    other = save_target(tmp_path / target_folder.name, initializer_range=0.2)
+    config = json.loads((drafter_folder / "config.json").read_text())
+    config["draftsmith"]["target"]["weights_sha256"] = weights_sha256(target_folder)
+    (drafter_folder / "config.json").write_text(json.dumps(config))
+    warned = {}
+    for model in (target_folder, other):
+        code, output = call("inspect", "--json", drafter_folder, "--model", model)
+        found = json.loads(output[output.index("{") :])["faults"]
+        warned[model] = [fault["where"] for fault in found if fault["warning"]]
+        assert code == 0
+    assert warned == {target_folder: [], other: ["target"]}
+
+
 def test_inspect_of_methods_without_a_folder():
     code, output = call("inspect", "ngram", "--model", "org/target")
     assert code == 0 and '"method": "ngram"' in output and "--speculative-algorithm NGRAM" in output
@@ -311,6 +329,13 @@ def test_evaluate_of_a_recipe_uses_its_export_and_gates(recipe_file, drafter_fol
     code, output = call("evaluate", recipe_file, *changes)
     assert code == 1, output  # an untrained head misses the gate
     assert load_report(tmp_path / "run" / "acceptance.json").passed is False
+
+
+def test_evaluate_of_an_export_of_another_family_is_refused(recipe_file, drafter_folder, tmp_path):
+    export = tmp_path / "run" / "export"
+    shutil.copytree(drafter_folder, export)
+    with raises_at(CheckpointError, export):
+        evaluate_run(load_recipe(recipe_file, ["family=mlp", "drafter={}"]))
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,14 @@ from safetensors.torch import load_file
 from draftsmith.inference import LLM, SamplingParams
 from draftsmith.inference.entrypoints.loading import load_tokenizer, target_config
 from draftsmith.inference.report.schema import load_report
+from draftsmith.speculators.digests import model_weights_sha256
 from draftsmith.speculators.errors import CheckpointError, ConfigError
-from draftsmith.speculators.export import export_drafter, load_drafter, read_drafter_config
+from draftsmith.speculators.export import (
+    export_drafter,
+    load_drafter,
+    read_drafter_config,
+    read_fields,
+)
 from draftsmith.speculators.hub import cached_folder, repository_id, split_revision, with_revision
 from draftsmith.speculators.registry import config_for_target, family_class
 from draftsmith.speculators.target.frozen_target import FrozenTarget
@@ -126,6 +132,9 @@ def test_a_recipe_from_end_to_end(filled, recipe_file, tmp_path, drafter_folder)
     for name, tensor in load_file(drafter_folder / "model.safetensors").items():
         torch.testing.assert_close(trained[name].float(), tensor.float(), atol=1e-6, rtol=1e-5)
     reexport(tmp_path / "run", tmp_path / "again")
+    for folder in ("run/export", "again"):
+        target = read_fields(tmp_path / folder)["draftsmith"]["target"]
+        assert target["weights_sha256"] == model_weights_sha256(TARGET, "v1")
     assert load_report(tmp_path / "run" / "acceptance.json").provenance.target_name == TARGET
 
 

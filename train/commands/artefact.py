@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,7 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from draftsmith.inference.spec_decode.proposers.methods import TRAINING_FREE
-from draftsmith.speculators.errors import CheckpointError
+from draftsmith.speculators.errors import CheckpointError, DataError, HubError
 from draftsmith.speculators.hub import repository_id
 from draftsmith.train.commands.options import AsJson, Model, TargetLayers
 from draftsmith.train.recipe.data_sections import Dtype
@@ -87,6 +88,7 @@ def inspect(
 ) -> None:
     """Show a drafter, its faults, and the engines' reactions to each of them; with --model it is
     held to that target. Exit code 1: there are faults."""
+    from draftsmith.speculators.digests import model_weights_sha256
     from draftsmith.speculators.export.inspection import inspect_folder
     from draftsmith.train.recipe.sections import TargetSection
 
@@ -101,8 +103,15 @@ def inspect(
             tokenizer = target.load_tokenizer()
         except CheckpointError:
             tokenizer = None
+        weights = None
+        with suppress(DataError, HubError):  # not on this machine, and nobody states their hash
+            weights = model_weights_sha256(target.model, target.revision)
         result = inspect_folder(
-            drafter, target.sketch(), num_target_layers=target_layers, tokenizer=tokenizer
+            drafter,
+            target.sketch(),
+            num_target_layers=target_layers,
+            tokenizer=tokenizer,
+            target_weights=weights,
         )
         if tokenizer is None and hasattr(result.config, "mask_token_id"):
             text = "not held to texts, as the target's tokenizer could not be loaded"

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 from draftsmith.inference.progress import Stages
 from draftsmith.speculators.errors import CheckpointError, ConfigError
+from draftsmith.speculators.export import read_drafter_config
 from draftsmith.train.pipeline.acceptance_stage import (
     Engines,
     accept,
@@ -36,6 +37,13 @@ def evaluate_run(recipe: Recipe, engines: Engines | None = None) -> int:
     if not (folder / EXPORT).is_dir():
         raise CheckpointError(
             "no export to evaluate; run the recipe first, or draftsmith export",
+            where=f"{folder / EXPORT}",
+        )
+    config = read_drafter_config(folder / EXPORT, recipe.target.sketch().num_layers)
+    if config.family != recipe.family:
+        raise CheckpointError(
+            f"the export is of family {config.family}, the recipe's is {recipe.family}; give the"
+            " recipe that it was trained by, or another output_dir",
             where=f"{folder / EXPORT}",
         )
     return accept(with_adapted_target(recipe), engines=engines)

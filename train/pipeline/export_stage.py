@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from draftsmith.speculators.digests import model_weights_sha256, weights_sha256
 from draftsmith.speculators.drafter import Drafter
 from draftsmith.speculators.errors import CheckpointError
-from draftsmith.speculators.export import describe_target, export_drafter
+from draftsmith.speculators.export import WEIGHTS, describe_target, export_drafter, read_fields
 from draftsmith.speculators.precision import as_dtype
 from draftsmith.speculators.registry import family_class
 from draftsmith.speculators.target.info import TargetSketch
@@ -54,7 +55,11 @@ def export(recipe: Recipe, trained: Trained) -> Path:
         before, after = trained.joint.held_out_loss(texts)
         change = {"before": before, "after": after, "responses": len(texts)}
         trained.joint.export(out / TARGET, trained.tokenizer, change)
-        provenance["target"] = describe_target(drafter.target) | {"name_or_path": str(out / TARGET)}
+        target = {"name_or_path": str(out / TARGET), WEIGHTS: weights_sha256(out / TARGET)}
+    else:
+        weights = model_weights_sha256(recipe.target.model, recipe.target.revision)
+        target = {WEIGHTS: weights}
+    provenance["target"] = describe_target(drafter.target) | target
     for i, name in enumerate(recipe.export.formats):
         folder = out / (f"{EXPORT}-{name}" if i else EXPORT)
         export_drafter(drafter, folder, dtype=dtype, provenance=provenance, format=name)
@@ -85,8 +90,17 @@ def reexport(
         drafter.load_state_dict(load_file(newest / "drafter.safetensors"), strict=True)
     exported = _dtype(dtype if dtype != "auto" else recipe.export.dtype, target)
     provenance = _provenance(recipe, step, recipe.target.load_tokenizer(), run_dir)
-    provenance["target"] = describe_target(target)
+    provenance["target"] = describe_target(target) | _weights_then(run_dir)
     return export_drafter(drafter, out, dtype=exported, provenance=provenance, format=format), step
+
+
+def _weights_then(run_dir: Path) -> dict[str, str]:
+    """The hash of the target's weights at the end of the run, by its own export; the target may
+    have changed since."""
+    if not (run_dir / EXPORT).is_dir():
+        return {}
+    target = (read_fields(run_dir / EXPORT).get("draftsmith") or {}).get("target") or {}
+    return {name: value for name, value in target.items() if name == WEIGHTS}
 
 
 def _dtype(requested: str, target: TargetHead | TargetSketch) -> torch.dtype:
