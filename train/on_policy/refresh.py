@@ -28,6 +28,7 @@ from draftsmith.train.data.packing import Shuffled, pack
 from draftsmith.train.features.row_features import RowFeatures
 from draftsmith.train.features.source import InProcess
 from draftsmith.train.on_policy.rollout import Rollout, RolloutWriter
+from draftsmith.train.processes import on_first
 from draftsmith.train.recipe.recipe import Recipe
 
 WORKLOAD = "rollout"
@@ -112,10 +113,12 @@ class OnPolicy:
                 path.unlink()
 
     def renew(self, step: int, drafter: Drafter) -> None:
-        """Reads or writes the texts of the period of `step`; all processes come together."""
+        """Reads or writes the texts of the period of `step`; all processes come together, and the
+        first one reads."""
         period = self._period(step)
         files = [path for path in self._files() if self._period(_step_of(path)) == period]
-        refresh = _read(files[0]) if files else self._write(step, drafter)
+        kept = on_first(self.accelerator, lambda: _read(files[0]) if files else None)
+        refresh = kept or self._write(step, drafter)
         texts = [
             TokenRow.from_response(rollout.prompt_ids, rollout.output_ids, WORKLOAD)
             for rollout in refresh.rollouts
@@ -138,6 +141,7 @@ class OnPolicy:
         seeds = [int.from_bytes(digest[:6], "big") for digest in digests]
         parts = [self.writer.write(drafter, prompts, seeds, (process, processes))]
         if processes > 1:
+            self.accelerator.wait_for_everyone()  # texts may take one of them much longer
             parts = gather_object(parts)
         rollouts = tuple(parts[i % processes][i // processes] for i in range(count))
         refresh = Refresh(step, rollouts)

@@ -21,11 +21,16 @@ MERGED = "merged_adapter.json"  # what it was merged from
 
 def with_adapted_target(recipe: Recipe, accelerator: Accelerator | None = None) -> Recipe:
     """The recipe with the folder of the merged target as its target, if it has a `target.adapter`.
-    The main process merges; the folder is kept as long as neither weights nor adapter change.
-    CheckpointError for an adapter that does not fit exactly."""
+
+    The main process merges, and one of each machine that does not see its folder. The folder is
+    kept as long as neither weights nor adapter change. CheckpointError for an adapter that does not
+    fit exactly."""
     if recipe.target.adapter is not None and (accelerator is None or accelerator.is_main_process):
         merge_target(recipe, Path(recipe.output_dir) / TARGET)
     if accelerator is not None:
+        accelerator.wait_for_everyone()
+        if recipe.target.adapter is not None and accelerator.is_local_main_process:
+            merge_target(recipe, Path(recipe.output_dir) / TARGET)  # unless it is there
         accelerator.wait_for_everyone()
     return named_adapted_target(recipe)
 

@@ -42,6 +42,7 @@ from draftsmith.train.data.packing import (
 from draftsmith.train.data.prepare import askable, bad_rows, training_examples
 from draftsmith.train.data.sources import Example, load_sources
 from draftsmith.train.features.states_spec import states_root
+from draftsmith.train.processes import share_files
 from draftsmith.train.recipe.recipe import Recipe
 from draftsmith.train.regeneration.conversations import TOO_LONG, TargetFacts
 from draftsmith.train.regeneration.regenerate import regenerate
@@ -284,22 +285,33 @@ class DataStage:
                     discard=self._discard_states,
                 )
 
+            accelerator, folder = self.accelerator, self.responses_folder
             if section.endpoints or self.part != (0, 1):
-                with self.accelerator.main_process_first():
-                    return write(self.part)
-            return write_in_parts(self.accelerator, write)
+                return write_first(accelerator, folder, lambda: write(self.part))
+            return write_in_parts(accelerator, folder, write)
+
+
+def write_first(
+    accelerator: Accelerator, folder: Path, write: Callable[[], list[Response]]
+) -> list[Response]:
+    """The first process writes responses into `folder`, and the others find them there."""
+    responses = write() if accelerator.is_main_process else None
+    accelerator.wait_for_everyone()
+    share_files(accelerator, folder, "*.jsonl")
+    return write() if responses is None else responses
 
 
 def write_in_parts(
-    accelerator: Accelerator, write: Callable[[tuple[int, int]], list[Response]]
+    accelerator: Accelerator, folder: Path, write: Callable[[tuple[int, int]], list[Response]]
 ) -> list[Response]:
-    """Every process writes its part of the responses; then each reads all of them, in the order of
-    their conversations. `write`: `regenerate` of a part."""
+    """Every process writes its part of the responses into `folder`; then each reads all of them, in
+    the order of their conversations. `write`: `regenerate` of a part."""
     if accelerator.num_processes > 1:
+        share_files(accelerator, folder, "*.jsonl")  # of an earlier start
         write((accelerator.process_index, accelerator.num_processes))
         accelerator.wait_for_everyone()
-    with accelerator.main_process_first():
-        return write((0, 1))
+        share_files(accelerator, folder, "*.jsonl")
+    return write_first(accelerator, folder, lambda: write((0, 1)))
 
 
 def waits_on_host(recipe: Recipe, accelerator: Accelerator) -> bool:

@@ -14,6 +14,7 @@ from torch import Tensor
 from draftsmith.inference.progress import Stages
 from draftsmith.inference.provenance import text_sha256
 from draftsmith.inference.vllm_bridge.hidden_states import HiddenStates
+from draftsmith.speculators.errors import ConfigError
 from draftsmith.speculators.hub import cached_folder
 from draftsmith.speculators.target.frozen_target import FrozenTarget
 from draftsmith.speculators.target.target_head import TargetHead
@@ -32,6 +33,7 @@ from draftsmith.train.features.source import Disk, FeatureSource, InProcess
 from draftsmith.train.features.state_servers import StateServers, run_name
 from draftsmith.train.features.states_spec import StatesSpec, states_root
 from draftsmith.train.pipeline.data_stage import TrainingData
+from draftsmith.train.processes import is_shared
 from draftsmith.train.recipe.recipe import Recipe
 
 Text = tuple[bytes, Tensor | None, Tensor]  # its name, taps [L, n·H], last hidden states [L, H]
@@ -64,6 +66,12 @@ def training_features(
     drafter that is made next."""
     source: FeatureSource
     if recipe.features.mode == "cache":
+        if not is_shared(accelerator, _root(recipe)):
+            raise ConfigError(
+                f"{_root(recipe)} is another folder on another machine; give one on a disk that all"
+                " of them see, or set features.mode: online",
+                where="features.dir",
+            )
         wanted = wanted_features(recipe, target, data, reads_start_text)
         accelerator.wait_for_everyone()  # so that all find the same texts missing
         part = accelerator.process_index, accelerator.num_processes

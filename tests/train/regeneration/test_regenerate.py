@@ -102,7 +102,9 @@ def parts_job(folder: Path, name: str, torn: bool = False) -> tuple[list, list[s
     section = SECTION.model_copy(update={"batch_size": 1, "max_new_tokens": 2})
     llm, options = make_llm(1), {"examples": EXAMPLES[:19], "section": section}
     responses = write_in_parts(
-        accelerator, lambda part: write_with(llm, folder / name, part=part, **options)
+        accelerator,
+        folder / name,
+        lambda part: write_with(llm, folder / name, part=part, **options),
     )
     accelerator.wait_for_everyone()
     return responses, sorted(path.name.split(".", 1)[1] for path in (folder / name).iterdir())

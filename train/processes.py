@@ -1,0 +1,215 @@
+"""The processes of a run: how long they wait for one another, and what the first one sends.
+
+Only the first process reads and writes what a run keeps, so that machines need no disk in common;
+the others are sent what they need. Where one process works by itself (it merges an adapter, asks
+servers for responses), the others wait for as long as it gives signs of life. A single collective
+operation, which all processes begin within seconds of one another, has a time-out."""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import (
+    InitProcessGroupKwargs,
+    broadcast,
+    broadcast_object_list,
+    gather_object,
+    recursively_apply,
+)
+from torch import Tensor
+from torch.distributed import Store
+from torch.distributed.distributed_c10d import _get_default_store
+
+from draftsmith.speculators.errors import ConfigError, DraftsmithError
+
+TIME_OUT = timedelta(minutes=30)  # of a collective operation
+BEAT = 5.0  # seconds between two signs of life
+SILENCE = 300.0  # seconds without one, after which a process is taken to be gone
+GONE = "gone"  # the sign of a process that has ended
+AGAIN = "see its output, then run the same command again on all machines, which goes on"
+
+Result = TypeVar("Result")
+
+
+class LostProcess(DraftsmithError):
+    """Another process of the run has ended, or cannot be reached."""
+
+
+class Pulse:
+    """Signs of life of one of `count` processes in the store that they share, and a meeting that
+    all wait for, however long one of them works.
+
+    The signs come from a thread of its own, with its own connection to the store, so that neither
+    work nor a wait holds them up."""
+
+    def __init__(
+        self, store: Store, process: int, count: int, beat: float = BEAT, silence: float = SILENCE
+    ) -> None:
+        self.store = store.clone()  # type: ignore[attr-defined]  # torch declares it of some
+        self.process, self.count = process, count
+        self.beat, self.silence = beat, silence
+        self.meetings = 0
+        self._ended = threading.Event()
+        apart = store.clone()  # type: ignore[attr-defined]
+        self._thread = threading.Thread(target=self._give_signs, args=(apart,), daemon=True)
+        self._thread.start()
+        atexit.register(self.stop)
+
+    def stop(self) -> None:
+        """The others are told that this process ends."""
+        self._ended.set()
+        self._thread.join(self.beat)
+
+    def meet(self) -> None:
+        """Returns when all processes have come here. LostProcess: one of them will not."""
+        self.meetings += 1
+        key, pause = f"meeting/{self.meetings}", 0.005
+        signs: dict[int, tuple[bytes, float]] = {}  # the newest of each process, and when it came
+        try:
+            self.store.add(key, 1)
+            while self.store.add(key, 0) < self.count:
+                self._look(signs)
+                time.sleep(pause)
+                pause = min(2 * pause, self.beat / 5)
+        except torch.distributed.DistError as error:
+            raise LostProcess(
+                f"the first process cannot be reached any more ({error}); {AGAIN}",
+                where="processes",
+            ) from None
+
+    def _look(self, signs: dict[int, tuple[bytes, float]]) -> None:
+        """LostProcess if one has ended, or gave no sign for too long."""
+        now = time.monotonic()
+        for process in range(self.count):
+            name = f"sign/{process}"
+            sign = self.store.get(name) if self.store.check([name]) else b""
+            before, since = signs.get(process, (b"", now))
+            signs[process] = (sign, since if sign == before else now)
+            silent = now - signs[process][1]
+            if sign == GONE.encode():
+                raise LostProcess(f"process {process} has ended; {AGAIN}", where="processes")
+            if silent > self.silence:
+                reason = f"gave no sign of life for {silent:.0f} s"
+                raise LostProcess(f"process {process} {reason}; {AGAIN}", where="processes")
+
+    def _give_signs(self, store: Store) -> None:
+        name, number = f"sign/{self.process}", 0
+        try:
+            while not self._ended.is_set():
+                store.set(name, str(number))
+                number += 1
+                self._ended.wait(self.beat)
+            store.set(name, GONE)
+        except torch.distributed.DistError:
+            pass  # the store has ended with the first process, as a meeting will say
+
+
+class RunAccelerator(Accelerator):
+    """accelerate's, whose processes wait for one that works, and not for one that is gone."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(kwargs_handlers=[InitProcessGroupKwargs(timeout=TIME_OUT)], **options)
+        self.pulse: Pulse | None = None
+        if self.num_processes > 1:
+            self.pulse = Pulse(_get_default_store(), self.process_index, self.num_processes)
+
+    def wait_for_everyone(self) -> None:
+        if self.pulse is not None:
+            self.pulse.meet()
+
+    def end_training(self) -> None:
+        if self.pulse is not None:
+            self.pulse.stop()
+        super().end_training()
+
+
+def on_first(accelerator: Accelerator, work: Callable[[], Result]) -> Result:
+    """What `work` returns in the first process, in every process. All come here together; a
+    DraftsmithError or an OSError of it is raised in all of them."""
+    if accelerator.num_processes == 1:
+        return work()
+    outcome: list[Any] = [None, None]  # result, error
+    if accelerator.is_main_process:
+        try:
+            outcome[0] = work()
+        except (DraftsmithError, OSError) as error:
+            outcome[1] = error
+    accelerator.wait_for_everyone()
+    broadcast_object_list(outcome)
+    if outcome[1] is not None:
+        raise outcome[1]
+    return outcome[0]
+
+
+def send_tensors(accelerator: Accelerator, read: Callable[[], Result]) -> Result:
+    """`on_first` for a tree of tensors and plain values, which arrives in the host's memory.
+    Tensors go one by one, so that a device holds one of them at a time."""
+    if accelerator.num_processes == 1:
+        return read()
+    trees: list[Any] = []
+
+    def outline() -> Any:
+        trees.append(read())
+        return recursively_apply(lambda t: torch.empty_like(t, device="meta"), trees[0])
+
+    shape = on_first(accelerator, outline)
+
+    def receive(tensor: Tensor) -> Tensor:
+        buffer = torch.empty(tensor.shape, dtype=tensor.dtype) if tensor.is_meta else tensor
+        return broadcast(buffer.to(accelerator.device).contiguous()).cpu()
+
+    return recursively_apply(receive, trees[0] if trees else shape)
+
+
+def require_same(accelerator: Accelerator, value: str, message: str, where: str) -> None:
+    """ConfigError in every process if they do not all have the same value."""
+    if accelerator.num_processes > 1 and len(set(gather_object([value]))) > 1:
+        raise ConfigError(message, where=where)
+
+
+def is_shared(accelerator: Accelerator, folder: Path) -> bool:
+    """True if every process sees the first one's `folder`, which is made if need be."""
+    if accelerator.num_processes == 1:
+        return True
+
+    def leave_mark() -> str:
+        folder.mkdir(parents=True, exist_ok=True)
+        name = f".{uuid.uuid4().hex}.mark"
+        (folder / name).touch()
+        return name
+
+    mark = on_first(accelerator, leave_mark)
+    seen = gather_object([(folder / mark).exists()])
+    if accelerator.is_main_process:
+        (folder / mark).unlink()
+    return all(seen)
+
+
+def share_files(accelerator: Accelerator, folder: Path, pattern: str) -> None:
+    """Gives every machine the files of `folder` that another has. Files of one name are taken to
+    be equal, and to be written no more; where all machines see one folder nothing is sent."""
+    if accelerator.num_processes == 1:
+        return
+    names = gather_object([{path.name for path in folder.glob(pattern)}])
+    for name in sorted(set().union(*names)):
+        holders = [process for process, known in enumerate(names) if name in known]
+        if len(holders) == len(names):
+            continue
+        contents: list[Any] = [None]
+        if accelerator.process_index == holders[0]:
+            contents[0] = (folder / name).read_bytes()
+        broadcast_object_list(contents, from_process=holders[0])
+        if accelerator.process_index not in holders:
+            folder.mkdir(parents=True, exist_ok=True)
+            scratch = folder / f".{uuid.uuid4().hex}.tmp"
+            scratch.write_bytes(contents[0])
+            scratch.replace(folder / name)
