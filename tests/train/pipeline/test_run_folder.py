@@ -1,0 +1,88 @@
+"""A run's folder belongs to one living run."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import time
+from contextlib import nullcontext
+from pathlib import Path
+
+import psutil
+import pytest
+from accelerate import Accelerator
+
+from draftsmith.speculators.errors import ConfigError
+from draftsmith.train.pipeline.run import run
+from draftsmith.train.pipeline.run_folder import LOCK, claimed
+from draftsmith.train.recipe.recipe import yaml_text
+from tests.support.errors import raises_at
+from tests.support.forked import CONTEXT
+from tests.support.training import recipe_of
+
+
+def hold(folder: Path) -> None:
+    """Claims the folder and works on."""
+    with claimed(Accelerator(cpu=True), folder):
+        time.sleep(600)
+
+
+@pytest.fixture
+def holder(tmp_path):
+    process = CONTEXT.Process(target=hold, args=(tmp_path,), daemon=True)
+    process.start()
+    while not ((tmp_path / LOCK).exists() and (tmp_path / LOCK).read_text()):
+        time.sleep(0.02)
+    yield process
+    process.kill()
+
+
+def test_claimed_folder_of_a_living_run_is_refused_until_it_is_killed(holder, tmp_path):
+    with raises_at(ConfigError, f"output_dir {tmp_path}"), claimed(Accelerator(cpu=True), tmp_path):
+        pass
+    os.kill(holder.pid, signal.SIGKILL)
+    holder.join()
+    with claimed(Accelerator(cpu=True), tmp_path):
+        assert json.loads((tmp_path / LOCK).read_text())["pid"] == os.getpid()
+    assert not (tmp_path / LOCK).exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "refused"),
+    [
+        ({}, True),
+        ({"started": 1.0}, False),  # its number belongs to another process by now
+        ({"host": "elsewhere", "pid": 1}, True),  # nobody here can tell
+        (None, False),  # killed while it wrote its name
+    ],
+)
+def test_claimed_lock_of_another_process_counts_while_it_may_live(tmp_path, changes, refused):
+    parent = psutil.Process(os.getppid())
+    lock = {"pid": parent.pid, "host": socket.gethostname(), "started": parent.create_time()}
+    text = "" if changes is None else json.dumps(lock | changes)
+    (tmp_path / LOCK).write_text(text)
+    expected = raises_at(ConfigError, f"output_dir {tmp_path}") if refused else nullcontext()
+    with expected, claimed(Accelerator(cpu=True), tmp_path):
+        pass
+    assert ((tmp_path / LOCK).read_text() == text) if refused else not (tmp_path / LOCK).exists()
+
+
+@pytest.mark.parametrize("blocked", ["a file", "another run"])
+def test_run_folder_that_it_cannot_have_is_refused_before_the_target_is_looked_at(
+    tmp_path, blocked
+):
+    folder = tmp_path / "run"
+    where = f"output_dir {folder}"
+    if blocked == "a file":
+        folder.write_text("notes")
+        where += f"/{LOCK}"
+    else:
+        folder.mkdir()
+        (folder / LOCK).write_text(json.dumps({"pid": 1, "host": "elsewhere", "started": 0.0}))
+    recipe = recipe_of("eagle3", output_dir=str(folder), target={"model": str(tmp_path / "none")})
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml_text(recipe.model_dump(mode="json")))
+    with raises_at(ConfigError, where):
+        run(path)

@@ -1,0 +1,109 @@
+"""The folder of a run: made and written to before anything is loaded, and of one run at a time."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+from accelerate import Accelerator
+
+from draftsmith.inference.whole_file import check_writable
+from draftsmith.speculators.errors import ConfigError
+from draftsmith.train.processes import on_first
+
+LOCK = "run.lock"  # names the process that writes into the folder
+SAME_START = 2.0  # seconds that two readings of the start of one process may differ by
+
+
+@contextmanager
+def claimed(accelerator: Accelerator, folder: Path) -> Iterator[None]:
+    """`folder` belongs to this run, whose first process holds its lock. ConfigError: it cannot be
+    written to, or another run is at work there. A killed run leaves no obstacle."""
+    on_first(accelerator, lambda: _claim(folder))
+    try:
+        yield
+    finally:
+        if accelerator.is_main_process:
+            _release(folder)
+
+
+def _claim(folder: Path) -> None:
+    lock = folder / LOCK
+    check_writable("output_dir", lock)
+    with _opened(lock) as descriptor:
+        holder = _read(descriptor)
+        if holder and not _is_gone(holder):
+            raise ConfigError(_refusal(lock, holder), where=f"output_dir {folder}")
+        _write(descriptor, _this_process())
+
+
+def _release(folder: Path) -> None:
+    with suppress(OSError):  # as of a disk that was taken away: what stays is the lock of the dead
+        lock = folder / LOCK
+        with _opened(lock) as descriptor:
+            if _read(descriptor) == _this_process():
+                lock.unlink()
+
+
+@contextmanager
+def _opened(lock: Path) -> Iterator[int]:
+    """The descriptor of the lock's file, which nobody else has opened so meanwhile; on a disk
+    without file locks that is not certain."""
+    while True:
+        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            with suppress(OSError):
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(descriptor), os.stat(lock)):
+                    yield descriptor
+                    return
+        finally:
+            os.close(descriptor)
+
+
+def _read(descriptor: int) -> dict[str, Any]:
+    """The holder; empty: none, or one that was killed while it wrote its name."""
+    try:
+        return json.loads(os.pread(descriptor, 4096, 0))
+    except ValueError:
+        return {}
+
+
+def _write(descriptor: int, holder: dict[str, Any]) -> None:
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, json.dumps(holder).encode(), 0)
+    os.fsync(descriptor)
+
+
+def _this_process() -> dict[str, Any]:
+    process = psutil.Process()
+    return {"pid": process.pid, "host": socket.gethostname(), "started": process.create_time()}
+
+
+def _is_gone(holder: dict[str, Any]) -> bool:
+    """True if the holder ran on this host and its process has ended."""
+    if holder["host"] != socket.gethostname():
+        return False
+    try:
+        started = psutil.Process(holder["pid"]).create_time()
+    except psutil.NoSuchProcess:
+        return True
+    return abs(started - holder["started"]) > SAME_START
+
+
+def _refusal(lock: Path, holder: dict[str, Any]) -> str:
+    run = f"process {holder['pid']} of {holder['host']}"
+    if holder["host"] == socket.gethostname():
+        return f"another run is at work there ({run}); wait for it, end it, or set output_dir"
+    return (
+        f"another run is at work there, or was killed ({run}); if that process has ended, delete"
+        f" {lock}, and else set output_dir"
+    )
