@@ -5,8 +5,10 @@ silently. One `Layout` per format and family (formats.py) defines the contents o
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
@@ -15,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from draftsmith.speculators.config import DrafterConfig
 from draftsmith.speculators.drafter import Drafter
@@ -81,14 +84,39 @@ def other_target(fields: Mapping[str, Any], weights: str) -> str | None:
 
 
 @contextmanager
+def disk_errors(path: Path) -> Iterator[None]:
+    """The errors of safetensors, of torch and of a file without a name that mean the disk, as an
+    OSError with `path` as its `filename`."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    except SafetensorError as error:
+        code = re.search(r"os error (\d+)", str(error))
+        if code is None:
+            raise
+        raise OSError(int(code[1]), os.strerror(int(code[1])), str(path)) from error
+    except RuntimeError as error:
+        if "inline_container" not in str(error):  # of torch.save
+            raise
+        cause = error.__context__
+        number = cause.errno if isinstance(cause, OSError) and cause.errno else errno.ENOSPC
+        raise OSError(number, os.strerror(number), str(path)) from error
+
+
+@contextmanager
 def fresh_folder(folder: Path) -> Iterator[Path]:
-    """A new folder to write into, which replaces `folder` unless there is an error."""
+    """A new folder to write into, which replaces `folder` unless there is an error. OSError with
+    `folder` as its `filename` where the disk is at fault."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     fresh = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
-        yield fresh
-        fresh.chmod(0o755)
-        replace_folder(fresh, folder)
+        with disk_errors(folder):
+            yield fresh
+            fresh.chmod(0o755)
+            replace_folder(fresh, folder)
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
 

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import errno
-import resource
 
 import pytest
 
 from draftsmith.inference.console import user_errors
 from draftsmith.inference.whole_file import check_writable, write_whole
 from draftsmith.speculators.errors import ConfigError
+from tests.support.disks import full_disk
 from tests.support.errors import raises_at
 
 
 @pytest.fixture
 def no_room():
-    """No file of this process may grow beyond 100 bytes, as on a disk that is full."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with full_disk():
+        yield
 
 
 def test_write_whole_without_room_keeps_the_old_file_and_leaves_nothing_beside(tmp_path, no_room):

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 
 from draftsmith.speculators.digests import model_weights_sha256, weights_sha256
 from draftsmith.speculators.drafter import Drafter
@@ -82,12 +81,10 @@ def reexport(
     config = drafter_config(recipe, target)
     drafter = family_class(config.family)(config).prepare_training(recipe.drafter)
     state = checkpoint.read_state(newest)
-    if (root / "best").is_dir():
-        step = state.best_step
-        checkpoint.load_best(root, drafter)
-    else:
-        step = state.step
-        drafter.load_state_dict(load_file(newest / "drafter.safetensors"), strict=True)
+    has_best = state.best_value is not None
+    step = state.best_step if has_best else state.step
+    weights = checkpoint.read_weights(root / checkpoint.BEST if has_best else newest)
+    checkpoint.load_weights(weights, drafter)
     exported = _dtype(dtype if dtype != "auto" else recipe.export.dtype, target)
     provenance = _provenance(recipe, step, recipe.target.load_tokenizer(), run_dir)
     provenance["target"] = describe_target(target) | _weights_then(run_dir)

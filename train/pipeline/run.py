@@ -5,14 +5,15 @@ that running the same command again continues."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 from collections.abc import Hashable, Sequence
-from datetime import timedelta
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import InitProcessGroupKwargs, set_seed
+from accelerate.utils import set_seed
 
 from draftsmith.inference.evaluation.expected_acceptance import expected_acceptance
 from draftsmith.inference.evaluation.suites import load_suite
@@ -30,8 +31,10 @@ from draftsmith.train.pipeline.data_stage import prepare_data, waits_on_host
 from draftsmith.train.pipeline.drafter_stage import make_drafter, meet_tokenizers
 from draftsmith.train.pipeline.export_stage import Trained, export
 from draftsmith.train.pipeline.features_stage import training_features
+from draftsmith.train.pipeline.run_folder import claimed
 from draftsmith.train.pipeline.run_target import RunTarget
 from draftsmith.train.planner.plan import short_budgets
+from draftsmith.train.processes import RunAccelerator, is_shared, on_first, require_same
 from draftsmith.train.recipe.drafter_config import drafter_config, sketch_drafter
 from draftsmith.train.recipe.load import load_recipe
 from draftsmith.train.recipe.recipe import RECIPE, Recipe
@@ -41,9 +44,6 @@ from draftsmith.train.trainer.checkpoint import fingerprint
 from draftsmith.train.trainer.joint_target import JointTarget
 from draftsmith.train.trainer.parallel import shard_over_processes
 from draftsmith.train.trainer.trainer import ERROR, EXPECTED, Evaluate, Trainer, held_out_result
-
-# With which processes wait for the one that writes responses; torch's is ten minutes.
-PATIENCE = timedelta(days=7)
 
 
 def run(path: str | Path, overrides: Sequence[str] = (), *, dry_run: bool = False) -> int:
@@ -63,11 +63,20 @@ def run(path: str | Path, overrides: Sequence[str] = (), *, dry_run: bool = Fals
     for name, file in recipe.evaluation.suite_paths.items():
         load_suite(name, file)
     accelerator = make_accelerator(recipe)
+    with claimed(accelerator, Path(recipe.output_dir)):
+        return run_claimed(recipe, accelerator)
+
+
+def run_claimed(recipe: Recipe, accelerator: Accelerator) -> int:
+    """`run` in a folder that belongs to it."""
     stages = Stages(enabled=accelerator.is_main_process)
     for warning in short_budgets(recipe, accelerator.num_processes) if stages.enabled else ():
         stages.say(warning)
+    trackers.start(recipe, accelerator)
     set_seed(recipe.training.seed)
     as_given = recipe.resolved_yaml()
+    if not is_shared(accelerator, Path(recipe.output_dir)):
+        stages.say("      the first process alone keeps the run, as others do not see its folder")
     recipe = with_adapted_target(recipe, accelerator)
     trained = train(recipe, accelerator, stages, as_given)
     accelerator.wait_for_everyone()
@@ -93,17 +102,15 @@ def make_accelerator(recipe: Recipe) -> Accelerator:
     trackers.require(recipe)
     device = own_device()
     autocast = autocast_dtype(recipe.training.mixed_precision, device)
-    accelerator = Accelerator(
+    accelerator = RunAccelerator(
         cpu=device.type == "cpu",  # said aloud, since processes on CPUs find each other only then
         mixed_precision="bf16" if autocast == torch.bfloat16 else "no",
         log_with=list(recipe.trackers) or None,
         project_dir=recipe.output_dir,
-        kwargs_handlers=[InitProcessGroupKwargs(timeout=PATIENCE)],
     )
     # With FSDP accelerate's default is that transformers fills a model's weights in the first
     # process only and leaves the others' as memory happens to be; here every process reads its own.
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
-    trackers.start(recipe, accelerator)
     return accelerator
 
 
@@ -132,9 +139,7 @@ def train(recipe: Recipe, accelerator: Accelerator, stages: Stages, as_given: st
                 shard_over_processes(accelerator, target.held, recipe.target.sharding)
         data_hash = checkpoint.hash_rows(data.rows, data.prompts)
         previous = fingerprint(part, data.hashes.combined, previous, data_hash)
-        newest = checkpoint.latest(folder)
-        if newest is not None:
-            checkpoint.load(newest, previous)
+        _agree_on_training(accelerator, folder, previous, stages)
         later = any(checkpoint.latest(recipe.checkpoints(after)) for after, _ in every[number:])
         on_policy = None
         if part.on_policy:
@@ -157,6 +162,7 @@ def train(recipe: Recipe, accelerator: Accelerator, stages: Stages, as_given: st
             evaluate=_evaluation(part, target.head, data.held_out),
             joint=_joint(part, target),
             on_policy=on_policy,
+            measure=held_out_measure(part, data.held_out),
             say=stages.say,
         )
         if as_given and accelerator.is_main_process and not later:
@@ -167,13 +173,34 @@ def train(recipe: Recipe, accelerator: Accelerator, stages: Stages, as_given: st
     return Trained(drafter, state, tokenizer, data.held_out, trainer.joint)
 
 
+def _agree_on_training(
+    accelerator: Accelerator, folder: Path, expected: str, stages: Stages
+) -> None:
+    """ConfigError if the processes have different fingerprints; CheckpointError if the checkpoints
+    in the first one's `folder` have another, or none is whole."""
+    require_same(
+        accelerator,
+        expected,
+        "the processes have different recipes, targets or training rows; give all machines the same"
+        " files",
+        where="processes",
+    )
+
+    def check() -> None:
+        checkpoint.set_aside_damaged(folder, lambda text: stages.say(f"      {text}"))
+        newest = checkpoint.latest(folder)
+        if newest is not None:
+            checkpoint.load(newest, expected)
+
+    on_first(accelerator, check)
+
+
 def _train_stage(trainer: Trainer, stages: Stages, title: str) -> checkpoint.TrainState:
     """Trains, and leaves the weights of the best held-out evaluation in the drafter, if any."""
     with stages.stage(title, 1) as advance:
         state = trainer.run(advance)
     if state.best_value is not None:
-        trainer.accelerator.wait_for_everyone()  # one process writes best/
-        checkpoint.load_best(trainer.folder, trainer.drafter, trainer.joint)
+        trainer.load_best()
         stages.say(
             "      best of the held-out evaluations:"
             f" {held_out_result(state.history, state.best_step)}"
@@ -191,6 +218,14 @@ def _joint(recipe: Recipe, target: RunTarget) -> JointTarget | None:
     if recipe.joint is None:
         return None
     return JointTarget(target.whole(), recipe.joint, recipe.training.seed)
+
+
+def held_out_measure(recipe: Recipe, held_out: dict[float, list[Response]]) -> str:
+    """A hash of all that `held_out_evaluation` depends on beside the drafter."""
+    e = recipe.evaluation
+    texts = {t: [(r.prompt_ids, r.output_ids) for r in rs] for t, rs in held_out.items()}
+    settings = [e.num_speculative_tokens, e.top_p, e.top_k, texts]
+    return hashlib.sha256(json.dumps(settings).encode()).hexdigest()
 
 
 def held_out_evaluation(

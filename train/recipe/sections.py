@@ -120,6 +120,9 @@ class TrainingSection(Section):
     """steps between held-out evaluations; null: ten a run"""
     save_every: PositiveInt | None = None
     """steps between checkpoints; null: with every evaluation"""
+    save_minutes: float | None = Field(30.0, gt=0)
+    """a checkpoint also after this many minutes without one; null: none. The newest two are
+    kept"""
     keep_features_gb: float = Field(0.0, ge=0)
     """memory for features of training rows, which later epochs then read; 0: none"""
     activation_checkpointing: bool = False

@@ -2,7 +2,8 @@
 
 A checkpoint is a folder `step-00000100` with the drafter's float32 weights (safetensors), the
 optimizer's state by the names of parameters, and `state.json`; nothing in it depends on the number
-of processes. A kill between two writes leaves the one before."""
+of processes. A kill between two writes leaves the one before. The newest two are kept, with a
+checksum of every file: a run goes on from the newest that is whole."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from draftsmith.speculators.errors import CheckpointError
-from draftsmith.speculators.export import replace_folder
+from draftsmith.speculators.export import fresh_folder
 from draftsmith.train.data.packing import PackedRow
 from draftsmith.train.recipe.recipe import Recipe
 from draftsmith.train.trainer.optimizers import load_optimizer_state
@@ -36,6 +37,7 @@ class TrainState:
     seconds: float = 0.0  # spent training, over every resumption
     best_value: float | None = None  # held-out expected acceptance length of `best/`
     best_step: int = 0
+    measure: str = ""  # a hash of what `best_value` was measured on, and how
     tenths: int = 0  # of the budget, at the newest evaluation or checkpoint
     skipped: int = 0  # steps whose gradients were not finite
     skipped_in_a_row: int = 0  # the newest of them
@@ -43,7 +45,9 @@ class TrainState:
     fingerprint: str = ""  # of the recipe's sections that shape training
 
 
-HISTORY = "history.jsonl"
+HISTORY, CHECKSUMS = "history.jsonl", "checksums.json"
+BEST = "best"  # folder of the weights of the best held-out evaluation
+KEPT = 2  # checkpoints: should the newest be damaged, the one before is there
 
 
 def step_folder(root: Path, step: int) -> Path:
@@ -63,22 +67,70 @@ def save(
     state: TrainState,
     adapter: nn.Module | None = None,
 ) -> Path:
-    """Writes the checkpoint of `state.step` and removes those before it. `optimizer`: its
-    `optimizer_state`; `adapter`: the LoRA of the target."""
-    root.mkdir(parents=True, exist_ok=True)
-    folder, fresh = step_folder(root, state.step), root / f".step-{state.step}-{os.getpid()}"
-    fresh.mkdir(exist_ok=True)
-    _save_weights(fresh, drafter, adapter)
-    torch.save(dict(optimizer), fresh / "optimizer.pt")
-    tree = dict(vars(state))
-    records = [json.dumps(record, allow_nan=False) + "\n" for record in tree.pop("history")]
-    (fresh / HISTORY).write_text("".join(records))
-    (fresh / "state.json").write_text(json.dumps(tree, allow_nan=False))
-    replace_folder(fresh, folder)
-    for old in sorted(root.glob("step-*"))[:-1]:
-        shutil.rmtree(old, ignore_errors=True)
+    """Writes the checkpoint of `state.step` and keeps KEPT of all. `optimizer`: its
+    `optimizer_state`; `adapter`: the LoRA of the target. OSError: the disk cannot take it, and
+    those before it stay."""
+    folder = step_folder(root, state.step)
     _remove(root, ".step-*")
+    with fresh_folder(folder) as fresh:
+        _save_weights(fresh, drafter, adapter)
+        with (fresh / "optimizer.pt").open("wb") as file:
+            torch.save(dict(optimizer), file)
+        tree = dict(vars(state))
+        records = [json.dumps(record, allow_nan=False) + "\n" for record in tree.pop("history")]
+        (fresh / HISTORY).write_text("".join(records))
+        (fresh / "state.json").write_text(json.dumps(tree, allow_nan=False))
+        checksums = {path.name: _checksum(path, flush=True) for path in sorted(fresh.iterdir())}
+        (fresh / CHECKSUMS).write_text(json.dumps(checksums))
+    for old in sorted(root.glob("step-*"))[:-KEPT]:
+        shutil.rmtree(old, ignore_errors=True)
     return folder
+
+
+def _checksum(path: Path, flush: bool = False) -> str:
+    """blake2b (hex) of a file. `flush`: its contents are on the disk by then."""
+    with path.open("rb") as file:
+        if flush:
+            os.fsync(file.fileno())
+        return hashlib.file_digest(file, "blake2b").hexdigest()
+
+
+def damage(folder: Path) -> str:
+    """What is wrong with the files of a checkpoint; empty: nothing."""
+    try:
+        read_state(folder)
+        checksums = json.loads((folder / CHECKSUMS).read_text())
+        for name, expected in checksums.items():
+            if _checksum(folder / name) != expected:
+                return f"{name} is not as it was written"
+    except CheckpointError:
+        return "state.json or history.jsonl cannot be read"
+    except (OSError, ValueError) as error:
+        return f"a file cannot be read ({error})"
+    return ""
+
+
+def set_aside_damaged(root: Path, say: Callable[[str], None]) -> None:
+    """Renames damaged checkpoints that are newer than a whole one, and says so. CheckpointError:
+    there are checkpoints, and none is whole."""
+    damaged: list[tuple[Path, str]] = []
+    for folder in sorted(root.glob("step-*"), reverse=True):
+        reason = damage(folder)
+        if not reason:
+            break
+        damaged.append((folder, reason))
+    else:
+        if damaged:
+            folder, reason = damaged[0]
+            raise CheckpointError(
+                f"{reason}, and no checkpoint before it is whole; delete {root} to start again",
+                where=f"{folder}",
+            )
+    for path, reason in damaged:
+        aside = path.with_name(f"damaged-{path.name}")
+        shutil.rmtree(aside, ignore_errors=True)
+        path.rename(aside)
+        say(f"{path}: {reason}; it is now {aside.name}, and the run goes on from {folder.name}")
 
 
 def read_state(folder: Path) -> TrainState:
@@ -105,40 +157,54 @@ def load(folder: Path, fingerprint: str) -> TrainState:
     return state
 
 
+def read_tensors(folder: Path, with_adapter: bool = False) -> dict[str, Any]:
+    """The tensors of a checkpoint, by the file that they are in."""
+    saved = read_weights(folder, with_adapter)
+    path = folder / "optimizer.pt"
+    return saved | {"optimizer": torch.load(path, map_location="cpu", weights_only=True)}
+
+
 def load_tensors(
-    folder: Path,
+    saved: Mapping[str, Any],
     replica: Replicated,
     optimizers: Sequence[torch.optim.Optimizer],
     modules: nn.Module,
     adapter: nn.Module | None = None,
 ) -> None:
-    """Restores weights and optimizers on any number of processes."""
-    replica.load(load_file(folder / "drafter.safetensors"))
+    """Restores weights and optimizers on any number of processes, which all have `saved`."""
+    replica.load(saved["drafter"])
     if adapter is not None:
-        adapter.load_state_dict(load_file(folder / "adapter.safetensors"), strict=True)
-    saved = torch.load(folder / "optimizer.pt", map_location="cpu", weights_only=True)
-    load_optimizer_state(modules, optimizers, saved)
+        adapter.load_state_dict(saved["adapter"], strict=True)
+    load_optimizer_state(modules, optimizers, saved["optimizer"])
 
 
 def save_best(root: Path, drafter: nn.Module, adapter: nn.Module | None = None) -> None:
-    """Keeps the weights of the best held-out evaluation in `best/`."""
-    fresh = root / f".best-{os.getpid()}"
-    _remove(root, ".best-*")
-    fresh.mkdir(parents=True, exist_ok=True)
-    _save_weights(fresh, drafter, adapter)
-    replace_folder(fresh, root / "best")
+    """Keeps the weights of the best held-out evaluation in BEST. OSError: the disk cannot take
+    them, and those before them stay."""
+    _remove(root, f".{BEST}-*")
+    with fresh_folder(root / BEST) as fresh:
+        _save_weights(fresh, drafter, adapter)
 
 
-def load_best(root: Path, drafter: nn.Module, adapter: nn.Module | None = None) -> None:
-    """Fills `drafter`, and `adapter` if there is one, with the weights of `best/`."""
-    path = root / "best" / "drafter.safetensors"
-    drafter.load_state_dict(load_file(path), strict=True)
+def read_weights(folder: Path, with_adapter: bool = False) -> dict[str, dict[str, torch.Tensor]]:
+    """The weights in a checkpoint or in BEST: of the `drafter`, and of the `adapter`."""
+    names = ("drafter", "adapter") if with_adapter else ("drafter",)
+    return {name: load_file(folder / f"{name}.safetensors") for name in names}
+
+
+def load_weights(
+    saved: Mapping[str, dict[str, torch.Tensor]],
+    drafter: nn.Module,
+    adapter: nn.Module | None = None,
+) -> None:
+    """Fills `drafter`, and `adapter` if there is one, with the result of `read_weights`."""
+    drafter.load_state_dict(saved["drafter"], strict=True)
     if adapter is not None:
-        adapter.load_state_dict(load_file(path.with_stem("adapter")), strict=True)
+        adapter.load_state_dict(saved["adapter"], strict=True)
 
 
 def _remove(root: Path, pattern: str) -> None:
-    """Removes what killed runs left half-written."""
+    """Removes what a killed run has left half-written."""
     for torn in root.glob(pattern):
         shutil.rmtree(torn, ignore_errors=True)
 
@@ -177,7 +243,7 @@ def fingerprint(recipe: Recipe, target_hash: str, before: str, data_hash: str) -
         **dict.fromkeys(NOT_IN_FINGERPRINT, True),
         "regenerate": {"endpoints"},  # who writes, not what
         # how numbers are computed or shown, not what they are
-        "training": {"activation_checkpointing"},
+        "training": {"activation_checkpointing", "save_minutes"},
         "target": {"sharding"},
         "data": {"max_bad_row_share"},  # a limit; `data_hash` is of the rows that are left
     }

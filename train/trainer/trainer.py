@@ -41,6 +41,7 @@ from draftsmith.train.losses.objective import (
 )
 from draftsmith.train.losses.position_weights import PositionWeights
 from draftsmith.train.on_policy.refresh import OnPolicy
+from draftsmith.train.processes import on_first, send_tensors
 from draftsmith.train.recipe.recipe import Recipe
 from draftsmith.train.trainer import checkpoint
 from draftsmith.train.trainer.batches import MicroStep, StepRows
@@ -125,8 +126,11 @@ class Trainer:
         evaluate: Evaluate | None = None,
         joint: JointTarget | None = None,
         on_policy: OnPolicy | None = None,
+        measure: str = "",
         say: Callable[[str], None] = lambda text: None,
     ) -> None:
+        """`measure`: a hash of what `evaluate` measures on, and how; values of two measures are not
+        compared. `say`: prints a line."""
         self.step_rows = StepRows(
             recipe.training, accelerator.process_index, accelerator.num_processes
         )
@@ -135,6 +139,7 @@ class Trainer:
         self.target, self.drafter = target, drafter.to(accelerator.device)
         self.accelerator, self.folder = accelerator, folder
         self.fingerprint, self.evaluate = fingerprint, evaluate
+        self.measure = measure
         t = self.recipe.training
         self.features = features
         drafter.prepare_training(recipe.drafter)
@@ -162,6 +167,7 @@ class Trainer:
         self.pace_unsaid = bool(t.max_minutes)
         # steps between readings of what was measured; a CPU has nothing to wait for
         self.log_every = 1 if accelerator.device.type == "cpu" else 10
+        self.saved_at = time.monotonic()  # the newest checkpoint, or the start
 
     # -------------------------------------------------------------- the run
 
@@ -171,12 +177,7 @@ class Trainer:
 
         Raises Interrupted after saving a checkpoint when SIGTERM or SIGINT arrives.
         """
-        newest = checkpoint.latest(self.folder)
-        if newest is not None:
-            self.state = checkpoint.load(newest, self.fingerprint)
-            optimizers, modules = self.optimizers, self.modules()
-            checkpoint.load_tensors(newest, self.replica, optimizers, modules, self.joint)
-            self.held_out = held_out_result(self.state.history)
+        self._resume()
         if self.on_policy is not None:
             self.on_policy.resume(self.state.step)
             self.accelerator.wait_for_everyone()
@@ -199,6 +200,43 @@ class Trainer:
                 signal.signal(number, handler)
         with self.replica.whole():  # which leaves the whole drafter with its last weights
             return self.state
+
+    def _resume(self) -> None:
+        """The newest checkpoint, if there is one: the first process reads it and sends it."""
+
+        def read() -> checkpoint.TrainState | None:
+            newest = checkpoint.latest(self.folder)
+            return None if newest is None else checkpoint.load(newest, self.fingerprint)
+
+        self.saved_at = time.monotonic()
+        state = on_first(self.accelerator, read)
+        if state is None:
+            return
+        self.state = state
+        newest, with_adapter = checkpoint.step_folder(self.folder, state.step), bool(self.joint)
+        saved = send_tensors(
+            self.accelerator, lambda: checkpoint.read_tensors(newest, with_adapter)
+        )
+        optimizers, modules = self.optimizers, self.modules()
+        checkpoint.load_tensors(saved, self.replica, optimizers, modules, self.joint)
+        self.held_out = held_out_result(state.history)
+        goes_on = self.share_done() < 1  # and else every value is of the one measure
+        if goes_on and state.best_value is not None and state.measure != self.measure:
+            best = held_out_result(state.history, state.best_step)
+            self.say(
+                f"      the best held-out value, {best}, was measured with other settings of"
+                " `evaluation` or on other texts; it is forgotten, and the next one counts"
+            )
+            state.best_value, state.best_step, state.measure = None, 0, ""
+
+    def load_best(self) -> None:
+        """Fills the drafter with the weights of the best held-out evaluation, which the first
+        process reads and sends."""
+        folder, with_adapter = self.folder / checkpoint.BEST, bool(self.joint)
+        saved = send_tensors(
+            self.accelerator, lambda: checkpoint.read_weights(folder, with_adapter)
+        )
+        checkpoint.load_weights(saved, self.drafter, self.joint)
 
     def _note(self, record: dict[str, Any]) -> str:
         """What the progress bar says after a step."""
@@ -447,11 +485,17 @@ class Trainer:
         self.stop_signal = number
         self.say("      stopping after this step; once more: at once, without a checkpoint of it")
 
-    def _stopping(self) -> bool:
-        """True if any process received a stop signal: all stop after the same step."""
-        if self.accelerator.num_processes == 1:
-            return self.stop_signal is not None
-        return float(self._sum(torch.tensor([float(self.stop_signal is not None)]))) > 0
+    def _asked(self) -> tuple[bool, bool]:
+        """(any process has received a stop signal, so that all stop after the same step; the clock
+        of the first one asks for a checkpoint)."""
+        minutes = self.recipe.training.save_minutes
+        late = minutes is not None and time.monotonic() - self.saved_at >= 60 * minutes
+        first = self.accelerator.is_main_process
+        flags = torch.tensor([float(self.stop_signal is not None), float(first and late)])
+        if self.accelerator.num_processes > 1:
+            flags = self._sum(flags).cpu()
+        stopping, late = (flags > 0).tolist()
+        return stopping, late
 
     def _due_now(self) -> tuple[bool, bool]:
         """(an evaluation is due, a checkpoint is due): every so many steps, or ten times a run
@@ -512,8 +556,10 @@ class Trainer:
         t = self.recipe.training
         evaluates, save = self._due_now()
         reads = evaluates or save or self.state.step % self.log_every == 0
-        stopping = self._stopping() if reads or self.accelerator.num_processes == 1 else False
-        if not (reads or stopping):
+        stopping, late = False, False
+        if reads or self.accelerator.num_processes == 1:
+            stopping, late = self._asked()
+        if not (reads or stopping or late):
             return
         records, costs = self._read()
         if t.max_minutes:  # reading waited for the device, whose time may have ended the budget
@@ -530,11 +576,12 @@ class Trainer:
                     self.held_out = held_out_result(self.state.history)
                 if value > (self.state.best_value or 0.0):  # False for NaN
                     self.state.best_value, self.state.best_step = value, self.state.step
+                    self.state.measure = self.measure
                     if self.accelerator.is_main_process:
                         checkpoint.save_best(self.folder, drafter, self.joint)
         for record in records:
             self.accelerator.log(_flat(record) | costs, step=record["step"])
-        if save or stopping:
+        if save or stopping or late:
             self._save()
         if stopping:
             raise Interrupted(
@@ -548,6 +595,7 @@ class Trainer:
         with self.replica.whole() as drafter:
             if self.accelerator.is_main_process:
                 checkpoint.save(self.folder, drafter, optimizer, self.state, self.joint)
+        self.saved_at = time.monotonic()
 
 
 def steps_of(recipe: Recipe, rows: float, rows_per_step: int) -> int | None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import errno
 import json
 import os
 import re
 import signal
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,9 +17,11 @@ import torch
 
 from draftsmith.speculators.errors import CheckpointError
 from draftsmith.train.trainer import checkpoint
+from draftsmith.train.trainer.checkpoint import TrainState
 from draftsmith.train.trainer.optimizers import learning_rate
 from draftsmith.train.trainer.pace import FEW_STEPS, first_step_warning, pace_warning
 from draftsmith.train.trainer.trainer import EXPECTED, MAX_SKIPPED, Diverged, Interrupted, Trainer
+from tests.support.disks import full_disk
 from tests.support.errors import raises_at
 from tests.support.training import assert_equal, cut_off, make_recipe, make_trainer, weights
 
@@ -78,7 +82,7 @@ def test_best_is_kept_by_held_out_value(tiny_model, tmp_path):
     seen = {}
     state = trainer.run(lambda share, note: seen.__setitem__(trainer.state.step, weights(trainer)))
     assert (state.best_value, state.best_step) == (3.0, 4)
-    checkpoint.load_best(tmp_path, trainer.drafter)
+    trainer.load_best()
     assert_equal(weights(trainer), seen[4])
 
 
@@ -147,6 +151,114 @@ def test_clip_gradients_not_finite_in_a_row_stops_the_run(tiny_model, tmp_path, 
     with raises_at(Diverged, "training"):
         trainer.run()
     assert trainer.state.best_step == 2 and checkpoint.latest(tmp_path).name == "step-00000004"
+
+
+def test_checkpoint_without_room_is_an_error_of_the_disk_and_keeps_those_before(
+    tiny_model, tmp_path
+):
+    trainer = make_trainer(
+        tiny_model, tmp_path, make_recipe(steps=2), evaluate=lambda d: {EXPECTED: 1.5}
+    )
+    trainer.run()
+    before = sorted(path for path in tmp_path.rglob("*"))
+    trainer.state.step = 3
+    with full_disk(), pytest.raises(OSError) as error:
+        trainer._save()
+    assert error.value.filename == str(checkpoint.step_folder(tmp_path, 3))
+    with full_disk(), pytest.raises(OSError) as error:
+        checkpoint.save_best(tmp_path, trainer.drafter)
+    assert error.value.filename == str(tmp_path / checkpoint.BEST)
+    assert sorted(path for path in tmp_path.rglob("*")) == before
+    assert not checkpoint.damage(checkpoint.latest(tmp_path))
+
+
+def test_save_optimizer_without_room_is_an_error_of_the_disk(tmp_path):
+    """Which torch's own says of no disk."""
+    state = TrainState(step=1)
+    with full_disk(), pytest.raises(OSError) as error:
+        checkpoint.save(tmp_path, torch.nn.Module(), {"moments": torch.ones(500)}, state)
+    assert error.value.errno == errno.EFBIG
+
+
+def damaged(folder: Path, name: str) -> None:
+    """One byte of a file is another."""
+    content = bytearray((folder / name).read_bytes())
+    content[len(content) // 2] ^= 1
+    (folder / name).write_bytes(content)
+
+
+@pytest.mark.parametrize("name", ["drafter.safetensors", "optimizer.pt", "state.json"])
+def test_damaged_newest_checkpoint_is_set_aside_for_the_one_before(tiny_model, tmp_path, name):
+    recipe = make_recipe(steps=6)
+    whole = make_trainer(tiny_model, tmp_path, recipe)
+    whole.run()
+    newest, lines = checkpoint.latest(tmp_path), []
+    checkpoint.set_aside_damaged(tmp_path, lines.append)
+    assert checkpoint.latest(tmp_path) == newest and not lines
+    damaged(newest, name)
+    checkpoint.set_aside_damaged(tmp_path, lines.append)
+    assert checkpoint.latest(tmp_path).name == "step-00000004"
+    assert len(lines) == 1 and str(newest) in lines[0]
+    again = make_trainer(tiny_model, tmp_path, recipe)
+    again.run()
+    assert_equal(weights(whole), weights(again))
+
+
+def test_damaged_checkpoints_alone_are_refused(tiny_model, tmp_path):
+    make_trainer(tiny_model, tmp_path, make_recipe(steps=4)).run()
+    for folder in tmp_path.glob("step-*"):
+        damaged(folder, "optimizer.pt")
+    with raises_at(CheckpointError, checkpoint.latest(tmp_path)):
+        checkpoint.set_aside_damaged(tmp_path, print)
+    assert len(list(tmp_path.glob("step-*"))) == checkpoint.KEPT
+
+
+def test_checkpoints_come_by_the_clock_where_no_step_asks_for_one(
+    tiny_model, tmp_path, monkeypatch
+):
+    """Two steps a minute: every third step is the first after a minute and a quarter."""
+    recipe = make_recipe(steps=8, save_every=100, save_minutes=1.25)
+    clock, seen = SimpleNamespace(seconds=0.0), set()
+    monkeypatch.setattr(
+        "draftsmith.train.trainer.trainer.time", SimpleNamespace(monotonic=lambda: clock.seconds)
+    )
+    trainer = make_trainer(tiny_model, tmp_path, recipe)
+
+    def tick(share: float, note: str) -> None:
+        clock.seconds += 30
+        seen.update(path.name for path in tmp_path.glob("step-*"))
+
+    trainer.run(tick)
+    assert sorted(int(name.removeprefix("step-")) for name in seen) == [4, 7, 8]
+    kept = sorted(path.name for path in tmp_path.glob("step-*"))
+    assert kept == ["step-00000007", "step-00000008"]
+
+
+@pytest.mark.parametrize(("stop_after", "best_step"), [(4, 6), (None, 2)])
+def test_best_value_of_another_measure_is_forgotten_by_a_run_that_goes_on(
+    tiny_model, tmp_path, stop_after, best_step
+):
+    """And kept by one that has ended, whose values are all of one measure."""
+    recipe = make_recipe(eval_every=2)
+    high, low = iter([3.0, 2.0, 1.9, 1.8]), iter([1.5, 1.4])
+    first = make_trainer(
+        tiny_model, tmp_path, recipe, evaluate=lambda d: {EXPECTED: next(high)}, measure="K = 4"
+    )
+    if stop_after is None:
+        first.run()
+    else:
+        cut_off(first, stop_after)
+    lines = []
+    again = make_trainer(
+        tiny_model,
+        tmp_path,
+        recipe,
+        evaluate=lambda d: {EXPECTED: next(low)},
+        measure="K = 1",
+        say=lines.append,
+    )
+    assert again.run().best_step == best_step
+    assert len(lines) == (stop_after is not None)
 
 
 def test_checkpoint_weights_not_finite_keeps_the_one_before(tiny_model, tmp_path):

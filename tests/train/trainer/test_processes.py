@@ -98,11 +98,20 @@ def size_of(drafter: Drafter) -> dict[str, float]:
 
 
 def train(
-    folder: Path, family: str, run: str, stop_after: int | None = None, draws: int = 0, **training
+    folder: Path,
+    family: str,
+    run: str,
+    stop_after: int | None = None,
+    draws: int = 0,
+    apart: bool = False,
+    **training,
 ):
     """(figures of every step, weights) of a run, which ends after `stop_after` steps as by a power
-    cut. `draws`: of random numbers beforehand, on which nothing may depend."""
+    cut. `draws`: of random numbers beforehand, on which nothing may depend. `apart`: every process
+    has a folder of its own."""
     torch.rand(draws)
+    if apart:
+        run += f" on machine {os.environ.get('RANK', 0)}"
     trainer = make_trainer(folder / run, family, **training)
 
     def advance(share: float, note: str) -> None:
@@ -113,6 +122,8 @@ def train(
         history = trainer.run(advance).history
     except PowerCut:
         return [], {}
+    if trainer.state.best_value is not None:
+        trainer.load_best()
     weights = {name: tensor.numpy() for name, tensor in trainer.drafter.state_dict().items()}
     if trainer.joint is not None:
         adapter = trainer.joint.state_dict()
@@ -178,6 +189,10 @@ def runs(tmp_path_factory):
     for world in ((1, False), (2, True)):
         scenarios.append(scenario("eagle3", *world, optimizer="muon"))
         scenarios.append(scenario("eagle3", *world, on_policy=True))
+    for on_policy in (False, True):
+        cut = {"run": f"apart, {on_policy}", "apart": True, "on_policy": on_policy}
+        scenarios.append(scenario("eagle3", 2, True, **cut, stop_after=3))
+        scenarios.append(scenario("eagle3", 2, True, **cut))
     for family in BLOCK_WORLDS:
         for world in ((1, False), BLOCK_WORLDS[family]):
             scenarios.append(scenario(family, *world, optimizer="muon", steps=2))
@@ -236,6 +251,15 @@ def test_block_families_sharded_under_muon_train_the_same_head(runs, family):
         runs[scenario(family, *world, **short).name] for world in ((1, False), BLOCK_WORLDS[family])
     )
     assert_same(alone, sharded, family, atol=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("on_policy", [False, True])
+def test_a_killed_run_goes_on_where_the_first_process_alone_has_its_folder(runs, on_policy):
+    """Its checkpoint, the best weights and texts written on policy are sent to the others."""
+    alone = runs["eagle3, 1 whole" + (", on_policy=True" if on_policy else "")]
+    cut = {"run": f"apart, {on_policy}", "apart": True, "on_policy": on_policy}
+    assert_same(alone, runs[scenario("eagle3", 2, True, **cut).name], "apart")
 
 
 @pytest.mark.slow
