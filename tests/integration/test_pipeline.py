@@ -195,7 +195,7 @@ def test_run_killed_during_the_report_continues_with_the_same_weights_and_report
 def test_stages_go_on_from_one_another(recipe, tmp_path):
     """Each with its data and budget, in a folder of its own; the second begins with the first one's
     head, and the third, on policy, has its texts below its own checkpoints."""
-    few = {"steps": 2, "learning_rate": 1e-6}
+    few = {"steps": 2, "optimizer": "adamw", "learning_rate": 1e-6}
     texts = {"share": 1.0, "prompts": 6, "refresh_every": 2, "max_new_tokens": 12}
     stages = [
         {"name": "corpus", "regenerate": {"enabled": False}},

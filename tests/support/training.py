@@ -54,7 +54,7 @@ def recipe_of(family: str, **sections: Any) -> Any:
     """The recipe of a family with these sections, and the least that every recipe says."""
     data = {"train": [{"path": "chats.jsonl"}], "max_length": 48}
     least = {"name": "t", "family": family, "target": {"model": "tiny"}, "data": data}
-    return recipe_class(family).model_validate(least | sections)
+    return recipe_class(family).model_validate(least | sections).resolved()
 
 
 def make_recipe(
@@ -66,6 +66,7 @@ def make_recipe(
     **training,
 ) -> Recipe:
     defaults = {"steps": 8, "batch_size": 2, "learning_rate": 1e-2, "save_every": 2}
+    defaults["settings"] = "published"
     return recipe_of(
         family,
         drafter=SHAPES[family] if drafter is None else drafter,

@@ -165,6 +165,7 @@ def train(recipe: Recipe, accelerator: Accelerator, stages: Stages, as_given: st
             measure=held_out_measure(part, data.held_out),
             say=stages.say,
         )
+        stages.say(f"      {trainer.training.describe()}")
         if as_given and accelerator.is_main_process and not later:
             Path(recipe.output_dir).mkdir(parents=True, exist_ok=True)
             (Path(recipe.output_dir) / RECIPE).write_text(as_given)

@@ -68,13 +68,12 @@ def _training(stage: Stage, plan: Plan) -> Rows:
             counts = f"{source.tokens:,} tokens, {source.supervised:,} supervised"
             text = f"{source.examples:,} examples, about {counts}"
         rows.append(("data", f"{source.label}: {text}"))
-    given, chosen, step = stage.recipe.training, stage.training, stage.step_rows
-    whose = "of a short run" if given.is_short(stage.steps) else "as the recipe or its family says"
+    step = stage.step_rows
     tokens = step.rows_per_step * stage.recipe.data.max_length
     rows += [
         ("budget", _budget(stage, plan)),
         ("a step", f"{tokens:,} tokens ({step.rows} rows x {step.micro_steps} micro-steps)"),
-        ("settings", f"{chosen.optimizer}, learning rate {chosen.learning_rate:g}: {whose}"),
+        ("settings", stage.training.describe()),
     ]
     of = "" if stage.steps else ", one step"
     for phase in stage.phases[:-2]:

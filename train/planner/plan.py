@@ -30,7 +30,7 @@ from draftsmith.train.planner.devices import CONTEXT, Device, this_machine
 from draftsmith.train.planner.token_counts import TokenCount, count_tokens
 from draftsmith.train.recipe.drafter_config import drafter_config, sketch_drafter
 from draftsmith.train.recipe.recipe import Recipe
-from draftsmith.train.recipe.sections import TrainingSection
+from draftsmith.train.recipe.sections import RunTraining
 from draftsmith.train.trainer.batches import StepRows
 from draftsmith.train.trainer.optimizers import muon_matrices
 from draftsmith.train.trainer.pace import FEW_STEPS, WHAT_TO_CHANGE
@@ -110,9 +110,9 @@ class Stage:
         return math.ceil(rows * t.epochs / self.step_rows.rows_per_step)
 
     @property
-    def training(self) -> TrainingSection:
-        """The settings that the run takes, those of a short run included."""
-        return self.recipe.for_steps(self.steps).training
+    def training(self) -> RunTraining:
+        """The training with the settings that the run takes."""
+        return self.recipe.training_for(self.steps)
 
     @property
     def phases(self) -> list[Phase]:

@@ -35,7 +35,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         _set(tree, _location(keys), value, override)
     model = recipe_class(family_of(tree))
     try:
-        return model.model_validate(tree)
+        return model.model_validate(tree).resolved()
     except ValidationError as error:
         raise ConfigError(explain(error, model), where=f"{path}") from None
 

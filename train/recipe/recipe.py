@@ -29,6 +29,7 @@ from draftsmith.train.recipe.sections import (
     BUDGETS,
     GATES,
     GATES_OF_TEMPERATURES,
+    SHORT_ADAMW_RATE,
     TUNED,
     EvaluationSection,
     ExportSection,
@@ -37,6 +38,7 @@ from draftsmith.train.recipe.sections import (
     JointSection,
     LossTerms,
     OnPolicySection,
+    RunTraining,
     Stage,
     TargetSection,
     TrainingSection,
@@ -110,10 +112,6 @@ class Recipe(Section):
         value = dict(value)
         if value.get("output_dir") is None and isinstance(value.get("name"), str):
             value["output_dir"] = f"runs/{value['name']}"
-        training = value.get("training")
-        if isinstance(training, dict) and "settings" not in training:
-            if any(training.get(key) is not None for key in TUNED):
-                value["training"] = {**training, "settings": "given"}
         for name, default in cls.family_defaults.items():
             given = value.get(name)
             if name not in value:
@@ -217,13 +215,34 @@ class Recipe(Section):
         """True if the drafter writes the texts of `on_policy` by itself, False: the target does."""
         return family_class(self.family).writes and getattr(self.drafter, "vocab", "same") == "same"
 
+    def training_for(self, steps: int | None) -> RunTraining:
+        """The training with the settings of a run of `steps` (None: not known): those that the
+        recipe names, one by one, and else those that its family has for such a run."""
+        family, training = family_class(self.family), self.training
+        preset: dict[str, Any] = {key: RunTraining.model_fields[key].default for key in TUNED}
+        preset |= family.defaults.get("training", {})
+        published_rate = preset["learning_rate"]
+        joint = self.joint is not None and training.settings == "auto"
+        short = training.is_short(steps) and not joint
+        if short:
+            preset |= family.short_training
+        if short and preset["optimizer"] == "muon" and training.optimizer == "adamw":
+            preset["learning_rate"] = max(published_rate, SHORT_ADAMW_RATE)
+        tree = training.model_dump()
+        named = {key: value for key, value in tree.items() if key not in TUNED or value is not None}
+        settings = {"settings": "short" if short else "published"}
+        return RunTraining.model_validate(preset | named | settings)
+
     def for_steps(self, steps: int | None) -> Recipe:
-        """The recipe with the settings of a short run, if it is one. `steps`: None if unknown."""
-        if self.joint is not None or not self.training.is_short(steps):
-            return self
-        short = family_class(self.family).short_training
-        training = self.training.model_copy(update=dict(short))
-        return self.model_copy(update={"training": training})
+        """The recipe with the settings of a run of `steps` written out (None: not known)."""
+        return self.model_copy(update={"training": self.training_for(steps)})
+
+    def resolved(self) -> Recipe:
+        """The recipe with its settings written out, if its length is known before its data is:
+        stages have their own, and epochs are counted in rows."""
+        training = self.training
+        counted = training.settings != "auto" or training.epochs is None
+        return self if self.stages or not counted else self.for_steps(training.steps)
 
     def stage(self, number: int) -> Recipe:
         """The recipe of one stage, which has none of its own."""
@@ -232,14 +251,12 @@ class Recipe(Section):
             tree["training"] |= dict.fromkeys(BUDGETS)
         for name in ("data", "regenerate", "drafter", "training"):
             tree[name] |= getattr(stage, name)
-        if any(stage.training.get(key) is not None for key in TUNED):
-            tree["training"]["settings"] = "given"
         tree["loss"] = stage.loss or tree["loss"]
         if stage.on_policy is not None:
             tree["on_policy"] = (tree["on_policy"] or {}) | stage.on_policy
         if number < len(self.stages) - 1:
             tree["joint"] = None
-        return type(self).model_validate(tree)
+        return type(self).model_validate(tree).resolved()
 
     @property
     def held_out_prompts(self) -> int:
@@ -298,13 +315,19 @@ def recipe_class(family: str = DEFAULT_FAMILY) -> type[Recipe]:
         Field(drafter.options(), description=Recipe.model_fields["drafter"].description),
     )
     model = create_model("Recipe", __base__=Recipe, drafter=options)
-    model.family_defaults = drafter.defaults
+    model.family_defaults = _section_defaults(drafter.defaults)
     return model
+
+
+def _section_defaults(defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """The published defaults of a family, without settings that depend on the length of a run."""
+    training = {k: v for k, v in defaults.get("training", {}).items() if k not in TUNED}
+    return {**defaults, "training": training}
 
 
 def make_recipe(tree: Mapping[str, Any]) -> Recipe:
     """The recipe of a mapping. Raises pydantic's ValidationError."""
-    return recipe_class(family_of(tree)).model_validate(tree)
+    return recipe_class(family_of(tree)).model_validate(tree).resolved()
 
 
 def family_of(tree: Any) -> str:
@@ -321,9 +344,8 @@ def describe_schema(family: str = DEFAULT_FAMILY) -> list[SchemaRow]:
     if family not in FAMILIES:
         raise ConfigError(f"expected one of {', '.join(FAMILIES)}", where=f"family {family}")
     rows = schema_rows(recipe_class(family))
-    own = {".".join(keys): value for keys, value in _leaves(family_class(family).defaults)} | {
-        "family": family
-    }
+    defaults = recipe_class(family).family_defaults
+    own = {".".join(keys): value for keys, value in _leaves(defaults)} | {"family": family}
     return [row._replace(default=str(own[row.name])) if row.name in own else row for row in rows]
 
 

@@ -73,10 +73,14 @@ class TargetSection(Section):
 BUDGETS = ("steps", "epochs", "max_minutes")  # of training; one of them at least
 
 
-# Published learning rates belong to some 10^5 steps: shorter runs take those of the family's
-# `short_training`, where the recipe says nothing of them.
+# Published settings belong to some 10^5 steps: shorter runs take those of the family's
+# `short_training`. Either stand for the keys that the recipe leaves null, each by itself.
 SHORT_RUN = 20_000  # steps
 SHORT_MINUTES = 24 * 60  # where a budget has no steps
+# AdamW's rate in a short run whose matrices it takes in Muon's place, if the published one is not
+# higher: a step in the range of published rates, 1e-4 to 1e-3. That of `short_training` is for the
+# weights that Muon leaves.
+SHORT_ADAMW_RATE = 5e-4
 TUNED = ("optimizer", "learning_rate", "muon_learning_rate", "max_grad_norm", "warmup_ratio")
 
 
@@ -96,22 +100,25 @@ class TrainingSection(Section):
     global_batch_size: PositiveInt | None = None
     """rows per step over all processes; null: batch_size x processes x
     gradient_accumulation_steps"""
-    settings: Literal["auto", "given"] = "auto"
-    """auto: a run below 20,000 steps takes the optimizer, learning rates, clipping and warm-up that
-    suit a short run of its family (--dry-run shows them); given: those of the recipe, as where it
-    names one of them"""
-    optimizer: Literal["adamw", "muon"] = "adamw"
-    """muon: for the layers' matrices, AdamW for the rest; mostly fewer steps"""
-    learning_rate: float = Field(1e-4, gt=0, le=1)
-    """AdamW's peak learning rate; 1e-4 is EAGLE-3's"""
-    muon_learning_rate: float = Field(0.02, gt=0, le=1)
-    """Muon's peak learning rate; same schedule"""
+    settings: Literal["auto", "short", "published"] = "auto"
+    """what stands for optimizer, learning_rate, muon_learning_rate, warmup_ratio and max_grad_norm
+    where they are null (--dry-run shows them); published: what the family's paper takes for some
+    10^5 steps; short: what suits few steps; auto: short below 20,000 steps, or 24 hours where there
+    are no steps, and published for a joint training"""
+    optimizer: Literal["adamw", "muon"] | None = None
+    """muon: for the layers' matrices, AdamW for the rest, mostly fewer steps; adamw: for all; null:
+    see settings"""
+    learning_rate: float | None = Field(None, gt=0, le=1)
+    """AdamW's peak learning rate; EAGLE-3's is 1e-4; null: see settings"""
+    muon_learning_rate: float | None = Field(None, gt=0, le=1)
+    """Muon's peak learning rate; same schedule; null: see settings"""
     weight_decay: float = Field(0.0, ge=0)
     """AdamW's decay; none, a head is small and trained briefly"""
-    warmup_ratio: Share = 0.02
-    """part of the run that warms the learning rate up; a cosine to zero after"""
-    max_grad_norm: float = Field(0.5, gt=0)
-    """gradient clipping; 0.5 in every EAGLE paper"""
+    warmup_ratio: Share | None = None
+    """part of the run that warms the learning rate up; a cosine to zero after; null: see
+    settings"""
+    max_grad_norm: float | None = Field(None, gt=0)
+    """gradient clipping; 0.5 in every EAGLE paper; null: see settings"""
     mixed_precision: Literal["auto", "bf16", "no"] = "auto"
     """autocast of the head; its weights are fp32; auto: bf16 where the device computes in it"""
     seed: int = Field(0, ge=0, le=MAX_SEED)
@@ -129,10 +136,10 @@ class TrainingSection(Section):
     """compute each depth again in the backward pass; for long rows"""
 
     def is_short(self, steps: int | None) -> bool:
-        """True if `auto` settings are those of a short run. `steps`: of the run; None: not known,
-        as with a budget of minutes."""
-        if self.settings == "given":
-            return False
+        """True if the settings are those of a short run. `steps`: of the run; None: not known, as
+        with a budget of minutes."""
+        if self.settings != "auto":
+            return self.settings == "short"
         if steps is not None:
             return steps < SHORT_RUN
         return self.max_minutes is not None and self.max_minutes < SHORT_MINUTES
@@ -140,6 +147,8 @@ class TrainingSection(Section):
     @model_validator(mode="before")
     @classmethod
     def _budget(cls, value: Any) -> Any:
+        if isinstance(value, dict) and value.get("settings") == "given":
+            value = {**value, "settings": "published"}  # in the recipe.yaml of runs of version 1.0
         if isinstance(value, dict) and all(value.get(key) is None for key in BUDGETS):
             value = {**value, "epochs": 2.0}
         return value
@@ -151,6 +160,30 @@ class TrainingSection(Section):
         if self.global_batch_size is not None and self.gradient_accumulation_steps != 1:
             raise ValueError("gradient_accumulation_steps follows from global_batch_size")
         return self
+
+
+class RunTraining(TrainingSection):
+    """The training of a run whose length is known: no setting is null. The defaults are published
+    for EAGLE-3, and stand for families that name no others."""
+
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    learning_rate: float = Field(1e-4, gt=0, le=1)
+    muon_learning_rate: float = Field(0.02, gt=0, le=1)
+    warmup_ratio: Share = 0.02
+    max_grad_norm: float = Field(0.5, gt=0)
+
+    def describe(self) -> str:
+        """The settings, and why these."""
+        rates = f"AdamW at {self.learning_rate:g}"
+        if self.optimizer == "muon":
+            rates = f"Muon at {self.muon_learning_rate:g} for matrices, {rates} for the rest"
+        kind = "published for the family"
+        if self.settings == "short":
+            kind = f"of a short run (below {SHORT_RUN:,} steps)"
+        return (
+            f"{rates}, clipping {self.max_grad_norm:g}, warm-up {self.warmup_ratio:.1%}: those"
+            f" {kind}, where the recipe names no others (training.settings)"
+        )
 
 
 class JointSection(Section):

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from draftsmith.speculators.drafter import Drafter
 from draftsmith.speculators.errors import CheckpointError
-from draftsmith.train.recipe.sections import TrainingSection
+from draftsmith.train.recipe.sections import RunTraining
 
 BETAS = (0.9, 0.95)
 
@@ -38,7 +38,7 @@ def muon_matrices(drafter: Drafter) -> list[nn.Parameter]:
 
 def make_optimizers(
     drafter: Drafter,
-    training: TrainingSection,
+    training: RunTraining,
     others: Sequence[torch.nn.Parameter] = (),
     others_learning_rate: float | None = None,
 ) -> list[torch.optim.Optimizer]:
@@ -159,7 +159,7 @@ def load_optimizer_state(
         ) from error
 
 
-def learning_rate(training: TrainingSection, share: float, total_steps: int | None) -> float:
+def learning_rate(training: RunTraining, share: float, total_steps: int | None) -> float:
     """Linear warm-up over `warmup_ratio`, then cosine to zero. `share`: 0 to 1, of the budget
     before this step; `total_steps`: None for time, whose first step has a hundredth of the peak."""
     peak, warm_up = training.learning_rate, training.warmup_ratio

@@ -135,12 +135,13 @@ class Trainer:
             recipe.training, accelerator.process_index, accelerator.num_processes
         )
         self.total_steps = steps_of(recipe, len(features.rows), self.step_rows.rows_per_step)
-        self.recipe = recipe.for_steps(self.total_steps)
+        self.training = recipe.training_for(self.total_steps)
+        self.recipe = recipe
         self.target, self.drafter = target, drafter.to(accelerator.device)
         self.accelerator, self.folder = accelerator, folder
         self.fingerprint, self.evaluate = fingerprint, evaluate
         self.measure = measure
-        t = self.recipe.training
+        t = self.training
         self.features = features
         drafter.prepare_training(recipe.drafter)
         drafter.checkpoint_activations(t.activation_checkpointing)
@@ -274,7 +275,7 @@ class Trainer:
 
     def share_done(self) -> float:
         """Part of the budget that is spent, 0 to 1, the same on every process."""
-        t, shares = self.recipe.training, []
+        t, shares = self.training, []
         if self.total_steps:
             shares.append(self.state.step / self.total_steps)
         if t.max_minutes:
@@ -327,12 +328,10 @@ class Trainer:
             measured.append(self._micro_step(features, row_weights, supervised, last=last))
         with self.telemetry.phase("optimizer"):
             self.replica.sum_gradients(self.parameters)
-        norm = whole(
-            torch.nn.utils.clip_grad_norm_(self.parameters, self.recipe.training.max_grad_norm)
-        )
-        rate = learning_rate(self.recipe.training, share, self.total_steps)
+        norm = whole(torch.nn.utils.clip_grad_norm_(self.parameters, self.training.max_grad_norm))
+        rate = learning_rate(self.training, share, self.total_steps)
         for group in param_groups(self.optimizers):
-            group["lr"] = group["peak_lr"] * rate / self.recipe.training.learning_rate
+            group["lr"] = group["peak_lr"] * rate / self.training.learning_rate
         with self.telemetry.phase("optimizer"):
             step_if_finite(self.optimizers, norm)
         for optimizer in self.optimizers:
@@ -488,7 +487,7 @@ class Trainer:
     def _asked(self) -> tuple[bool, bool]:
         """(any process has received a stop signal, so that all stop after the same step; the clock
         of the first one asks for a checkpoint)."""
-        minutes = self.recipe.training.save_minutes
+        minutes = self.training.save_minutes
         late = minutes is not None and time.monotonic() - self.saved_at >= 60 * minutes
         first = self.accelerator.is_main_process
         flags = torch.tensor([float(self.stop_signal is not None), float(first and late)])
@@ -500,7 +499,7 @@ class Trainer:
     def _due_now(self) -> tuple[bool, bool]:
         """(an evaluation is due, a checkpoint is due): every so many steps, or ten times a run
         where the recipe does not say how often, and at the end of the budget."""
-        share, t = self.share_done(), self.recipe.training
+        share, t = self.share_done(), self.training
         tenth = self._tenths(share) > self.state.tenths
 
         def due(every: int | None) -> bool:
@@ -553,7 +552,7 @@ class Trainer:
             )
 
     def _after_step(self) -> None:
-        t = self.recipe.training
+        t = self.training
         evaluates, save = self._due_now()
         reads = evaluates or save or self.state.step % self.log_every == 0
         stopping, late = False, False

@@ -125,7 +125,7 @@ def test_every_key_is_described():
     rows = describe_schema()
     by_name = {row.name: row for row in rows}
     assert len(by_name) == len(rows) and all(row.description and row.type for row in rows)
-    assert by_name["training.learning_rate"][1:3] == ("number > 0 and <= 1", "0.0001")
+    assert by_name["training.learning_rate"][1:3] == ("number > 0 and <= 1 or null", "null")
     assert by_name["training.mixed_precision"][1:3] == ("one of auto, bf16, no", "auto")
     assert by_name["drafter.tap_layers"].type == "non-empty list of integer >= 0 or null"
     assert by_name["target.model"].default == "required"

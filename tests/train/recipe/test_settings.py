@@ -9,6 +9,7 @@ from transformers import AutoTokenizer
 
 from draftsmith.speculators.errors import ConfigError
 from draftsmith.speculators.export import export_drafter
+from draftsmith.speculators.registry import FAMILIES
 from draftsmith.train.pipeline.drafter_stage import make_drafter
 from draftsmith.train.recipe.drafter_config import default_mask_token, drafter_config
 from draftsmith.train.recipe.recipe import make_recipe
@@ -27,23 +28,63 @@ def recipe(family: str = "eagle3", **training):
 
 @pytest.mark.parametrize("family", ["eagle3", "mlp"])
 def test_settings_of_a_short_run_are_the_familys(family):
-    published, short = recipe(family).training, recipe(family).for_steps(600).training
+    published = recipe(family).training_for(SHORT_RUN)
+    short = recipe(family).training_for(SHORT_RUN - 1)
+    assert (published.settings, short.settings) == ("published", "short")
     assert short.learning_rate > published.learning_rate
     assert (short.optimizer == "muon") == (family != "mlp")
-    assert recipe(family).for_steps(SHORT_RUN).training == published
 
 
 def test_settings_by_minutes_are_those_of_a_short_run():
-    assert recipe(max_minutes=30).for_steps(None).training.optimizer == "muon"
-    assert recipe(max_minutes=3000).for_steps(None).training.optimizer == "adamw"
+    assert recipe(max_minutes=30).training_for(None).optimizer == "muon"
+    assert recipe(max_minutes=3000).training_for(None).optimizer == "adamw"
 
 
-def test_settings_that_a_recipe_names_stay():
-    given = recipe(steps=100, warmup_ratio=0.001)
-    assert given.training.settings == "given" and given.for_steps(100) is given
-    for source in (given, recipe(steps=100)):
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("steps", [100, SHORT_RUN])
+def test_settings_one_that_a_recipe_names_changes_no_other(family, steps):
+    alone = {
+        "learning_rate": 0.003,
+        "muon_learning_rate": 0.003,
+        "max_grad_norm": 7.0,
+        "warmup_ratio": 0.5,
+    }
+    before = recipe(family, steps=steps).training.model_dump()
+    for key, value in alone.items():
+        assert recipe(family, steps=steps, **{key: value}).training.model_dump() == before | {
+            key: value
+        }
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_settings_adamw_alone_in_a_short_run_has_a_rate_for_all_weights(family):
+    """Neither Muon's nor that of the weights which Muon leaves."""
+    by_itself = recipe(family, steps=100).training
+    adamw = recipe(family, steps=100, optimizer="adamw").training
+    same = {"optimizer", "learning_rate"} if by_itself.optimizer == "muon" else set()
+    assert adamw.model_dump(exclude=same) == by_itself.model_dump(exclude=same)
+    published = recipe(family, steps=SHORT_RUN).training.learning_rate
+    assert published <= adamw.learning_rate <= by_itself.learning_rate
+
+
+def test_settings_are_written_out_where_the_length_is_known():
+    """Steps or minutes; of epochs the rows are counted first, and stages have lengths of their
+    own."""
+    stages = [{"name": "a", "training": {"steps": 5}}, {"name": "b"}]
+    staged = recipe_of("eagle3", training={"steps": SHORT_RUN}, stages=stages)
+    assert recipe(steps=100).training.settings == "short"
+    assert recipe(epochs=1.0).training.learning_rate is None
+    assert staged.training.learning_rate is None
+    (_, short), (_, long) = staged.training_stages()
+    assert (short.training.settings, long.training.settings) == ("short", "published")
+    for source in (recipe(steps=100), recipe(epochs=1.0), staged):
         again = make_recipe(source.model_dump(mode="json"))
-        assert again.for_steps(100).training == source.for_steps(100).training
+        assert again == source and again.training_for(100) == source.training_for(100)
+
+
+def test_settings_of_a_joint_training_are_published():
+    joint = recipe_of("medusa", training={"steps": 5}, joint={})
+    assert joint.training.settings == "published" and joint.training.optimizer == "adamw"
 
 
 def test_mask_token_is_a_special_token_that_no_conversation_has(tmp_path, caplog):

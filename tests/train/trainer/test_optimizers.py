@@ -51,7 +51,7 @@ def test_every_group_follows_the_schedule_from_its_own_peak(tiny_model, tmp_path
     trainer = make_trainer(tiny_model, tmp_path, make_recipe(**MUON, warmup_ratio=0.0))
     trainer.step(0.5)
     rates = [group["lr"] for group in param_groups(trainer.optimizers)]
-    t = trainer.recipe.training
+    t = trainer.training
     assert rates == [0.5 * t.muon_learning_rate, 0.5 * t.learning_rate]
 
 
