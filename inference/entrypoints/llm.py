@@ -60,7 +60,8 @@ Params = SamplingParams | Sequence[SamplingParams] | None  # for all prompts, or
 class LLM:
     """A target, optionally drafted for.
 
-    model      folder or repository id; or a loaded FrozenTarget or PreTrainedModel
+    model      folder or repository id; or a loaded FrozenTarget or PreTrainedModel, which keeps its
+               dtype and device
     tokenizer  folder, repository id or tokenizer object; None: the model's own
     options    those of EngineOptions (inference/engine_options.py), and options of vLLM that change
                no output, today's and those of its older versions

@@ -283,9 +283,8 @@ def test_costs_measured_in_an_engine_are_those_of_its_rounds(kind, model, monkey
         assert 0 < verify[0] and verify == sorted(verify)
         assert draft[0] == 0 and draft == sorted(draft)
         assert (draft[1] > 0) == (kind != "ngram")
-    assert (
-        len({id(verify) for verify, _ in used}) == 2
-    )  # of three rows, which two share, and of one
+    # of three rows, which two share, and of one
+    assert len({id(verify) for verify, _ in used}) == 2
 
 
 # ---------------------------------------------------------------------- options
