@@ -49,6 +49,8 @@ class FeatureTarget(Protocol):
 
     def whole(self) -> FrozenTarget: ...
 
+    def release(self) -> None: ...
+
 
 Wanted = list[tuple[FeatureCache, list[PackedRow]]]  # caches, and the rows whose texts they are for
 
@@ -203,6 +205,7 @@ def _computed(
     if recipe.features.endpoints:
         return _from_servers(recipe, target.head, rows, absent, stages, process)
     if recipe.features.engine == "vllm":
+        target.release()  # vLLM takes the memory of the device
         return _from_vllm(recipe, target.head, rows, absent)
     return _from_target(target.whole(), rows, absent)
 

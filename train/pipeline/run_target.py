@@ -32,7 +32,7 @@ class RunTarget:
         self.accelerator = accelerator
         self.tap_layers = tap_layers
         self.stages = stages
-        self.stays = trains_with_decoder(recipe)
+        self.stays = recipe.trains_with_decoder
         self._whole: FrozenTarget | None = None
         self.head: TargetHead = self.whole() if self.stays else self._load_head()
 
@@ -70,15 +70,6 @@ class RunTarget:
             self.stages.say(f"      the whole target is loaded and kept: {error}")
             self.stays = True
             return self.whole()
-
-
-def trains_with_decoder(recipe: Recipe) -> bool:
-    """True if the training itself runs the target's decoder, or copies its layers."""
-    copies_layers = getattr(recipe.drafter, "from_target", None) is not None
-    return copies_layers or any(
-        part.features.mode == "online" or part.joint is not None or part.on_policy is not None
-        for _, part in recipe.training_stages()
-    )
 
 
 def load_target(

@@ -161,9 +161,7 @@ class Stage:
     @property
     def held(self) -> Parts:
         """Bytes of one device that are exact: weights, gradients and optimizer states."""
-        target = self.target.num_parameters * self.target.dtype.itemsize
-        if self.recipe.target.sharding != "none":
-            target //= self.count
+        target = self.whole_target if self.recipe.trains_with_decoder else self.target_head
         state = self.head.state_dict().values()  # in float32
         sizes = (t.numel() * (4 if t.is_floating_point() else t.element_size()) for t in state)
         return {
@@ -172,6 +170,24 @@ class Stage:
             "gradients": 4 * self.trainable,
             f"states of {self.training.optimizer}": self.optimizer_bytes,
         }
+
+    @property
+    def whole_target(self) -> int:
+        """Bytes of the target's weights on one device."""
+        whole = self.target.num_parameters * self.target.dtype.itemsize
+        return whole // self.count if self.recipe.target.sharding != "none" else whole
+
+    @property
+    def target_head(self) -> int:
+        """Bytes of its embedding and output head, which are one if they are tied."""
+        model = self.target.model
+        tables = {model.get_input_embeddings().weight, model.get_output_embeddings().weight}
+        return sum(table.numel() for table in tables) * self.target.dtype.itemsize
+
+    @property
+    def written_with(self) -> Parts:
+        """Bytes of one device while responses and features are written, before the training."""
+        return {"target's weights": self.whole_target if self.recipe.writes_with_decoder else 0}
 
     @property
     def optimizer_bytes(self) -> int:
@@ -220,14 +236,16 @@ class Plan:
 
     @property
     def memory(self) -> Parts:
-        """Bytes of one device in the stage that takes the most."""
-        return max((stage.memory for stage in self.stages), key=lambda parts: sum(parts.values()))
+        """Bytes of one device where it takes the most: in a training, or before it."""
+        parts = [part for stage in self.stages for part in (stage.memory, stage.written_with)]
+        return max(parts, key=lambda part: sum(part.values()))
 
     @property
     def fits(self) -> bool:
         """False only if the target's weights and the drafter's weights, gradients and optimizer
         states, all of them exact, exceed the device's memory."""
-        held = max(sum(stage.held.values()) for stage in self.stages)
+        parts = [part for stage in self.stages for part in (stage.held, stage.written_with)]
+        held = max(sum(part.values()) for part in parts)
         return self.device is None or held <= self.device.memory
 
     @property

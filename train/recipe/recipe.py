@@ -211,6 +211,23 @@ class Recipe(Section):
         """True if there is anything to measure the drafter on."""
         return bool(self.evaluation.prompts or self.data.validation or self.evaluation.suites)
 
+    @property
+    def trains_with_decoder(self) -> bool:
+        """True if the training itself runs the target's decoder, or copies its layers; else it
+        needs the target's embedding, final norm and output head alone."""
+        copies_layers = getattr(self.drafter, "from_target", None) is not None
+        return copies_layers or any(
+            part.features.mode == "online" or part.joint is not None or part.on_policy is not None
+            for _, part in self.training_stages()
+        )
+
+    @property
+    def writes_with_decoder(self) -> bool:
+        """True if responses or features that are missing are written by the target here."""
+        responses = bool(self.regenerate.enabled or self.data.validation)
+        features = self.features.mode == "cache" and self.features.engine == "draftsmith"
+        return features or (responses and not self.regenerate.endpoints)
+
     def drafter_writes(self) -> bool:
         """True if the drafter writes the texts of `on_policy` by itself, False: the target does."""
         return family_class(self.family).writes and getattr(self.drafter, "vocab", "same") == "same"

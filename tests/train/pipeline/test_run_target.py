@@ -17,7 +17,6 @@ from draftsmith.speculators.errors import CheckpointError
 from draftsmith.speculators.target.frozen_target import FrozenTarget
 from draftsmith.train.pipeline.export_stage import Trained, export
 from draftsmith.train.pipeline.run import train
-from draftsmith.train.pipeline.run_target import trains_with_decoder
 from draftsmith.train.recipe.recipe import Recipe
 from draftsmith.train.trainer.trainer import EXPECTED, Trainer
 from tests.quickstart_data import source as quickstart
@@ -111,4 +110,4 @@ def test_a_training_from_disk_needs_two_shards_of_a_hundred_and_holds_no_layer(
     ids=str,
 )
 def test_a_training_keeps_the_decoder_where_it_computes_or_decodes(tmp_path, sections, decodes):
-    assert trains_with_decoder(recipe_from_disk(tmp_path, **sections)) == decodes
+    assert recipe_from_disk(tmp_path, **sections).trains_with_decoder == decodes

@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from draftsmith.speculators.registry import family_class
 from draftsmith.speculators.target.frozen_target import FrozenTarget
+from draftsmith.speculators.target.target_head import TargetHead
 from draftsmith.train.planner import devices
 from draftsmith.train.planner.describe import verdict
 from draftsmith.train.planner.devices import DEVICES, device_called, this_cpu
@@ -102,6 +103,24 @@ def test_bytes_held_are_exact(family, optimizer, folder, tmp_path):
     features = target.features(batch, torch.arange(7)[None], torch.zeros_like(batch), batch > 0)
     read = [part for part in (features.taps, features.last_hidden) if part is not None]
     assert plan.feature_bytes * 7 == sum(part.nbytes for part in read)
+
+
+SERVED = {"mode": "cache", "engine": "vllm", "endpoints": ["http://127.0.0.1:1"]}
+
+
+@pytest.mark.parametrize(
+    ("features", "trains", "writes"),
+    [({}, True, False), ({"mode": "cache"}, False, True), (SERVED, False, False)],
+    ids=["online", "cache", "servers"],
+)
+def test_a_target_counts_whole_where_it_is_loaded(folder, features, trains, writes):
+    """Else its head alone, but for the few numbers of a norm."""
+    sections = tree(folder) | {"features": features, "regenerate": {"enabled": False}}
+    stage = make_stage(make_recipe(sections))
+    head = sum(p.nbytes for p in TargetHead.from_pretrained(str(folder)).parameters())
+    held = stage.held["target's weights"]
+    assert held == stage.whole_target if trains else 0 <= head - held <= 4 * 64
+    assert stage.written_with["target's weights"] == (stage.whole_target if writes else 0)
 
 
 def test_forward_flops_are_those_that_torch_counts(folder):
