@@ -72,7 +72,7 @@ class FrozenTarget(TargetHead):
         """Probes the model."""
         self._set_parts(parts)
         self._masks_by_kind = bool(getattr(self.config, "layer_types", None))
-        self._attends_by_name, self._packs = not self._eager, not parts.stateful
+        self._attends_by_name, self._packs = True, not parts.stateful
         probe.confirm_causal(parts)
         self._confirm_taps(parts)
         try:
@@ -305,7 +305,7 @@ class FrozenTarget(TargetHead):
             with past_key_values.recurrent(self.recurrent):
                 return self._decode(input_ids, position_ids, masks, past_key_values)
         cached = past_key_values is not None and self.device.type in ("cpu", "cuda")
-        with decoding(self.config, self._attends_by_name and cached):
+        with decoding(self.config, self._attends_by_name and cached and not self._eager):
             return self._decode(input_ids, position_ids, masks, past_key_values)
 
     def _decode(

@@ -2,12 +2,14 @@
 all other rows.
 
 The texts of a packed row do not see each other, so plain causal attention over each text gives the
-same result; sliding windows are computed in blocks of queries. A layer receives a mask without
-queries, whose last dimension is its window."""
+same result; sliding windows are computed in blocks of queries, and so is all attention of targets
+that attend eagerly (soft caps, sinks), by the function of their own modeling file. A layer receives
+a mask without queries, whose last dimension is its window."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 
@@ -20,8 +22,10 @@ from transformers.masking_utils import sdpa_mask
 from draftsmith.speculators.precision import on_host
 
 NAME = "draftsmith_packed"
+EAGER_NAME = "draftsmith_packed_eager"
 LONG_ROW = 4096  # tokens; masks of shorter rows are small
 WINDOW_BLOCK = 1024  # queries
+MOST_SCORES = 2**27  # of one block of eager attention, over all heads
 
 Spans = Sequence[Sequence[tuple[int, int]]]  # per row, [start, end) of each text
 _spans: ContextVar[Spans] = ContextVar("spans", default=())
@@ -45,7 +49,7 @@ def placeholder(window: int, device: torch.device, dtype: torch.dtype) -> Tensor
 def packed(config: PretrainedConfig, spans: Spans) -> Iterator[None]:
     """Inside, models of `config` attend within `spans` where the mask is a `placeholder`."""
     before, token = config._attn_implementation, _spans.set(spans)
-    config._attn_implementation = NAME
+    config._attn_implementation = EAGER_NAME if before == "eager" else NAME
     try:
         yield
     finally:
@@ -97,8 +101,65 @@ def _attend(
     return torch.cat(blocks, dim=2)
 
 
+def eager_function(module: nn.Module) -> Callable | None:
+    """The eager attention of a layer's modeling file, which transformers names so in all of them;
+    None if there is none."""
+    files = (sys.modules.get(kind.__module__) for kind in type(module).__mro__)
+    functions = (getattr(file, "eager_attention_forward", None) for file in files)
+    return next(filter(None, functions), None)
+
+
+def packed_eager(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **options,
+) -> tuple[Tensor, None]:
+    """As `packed_attention`, by the layer's eager attention over blocks of queries. Each query's
+    row of scores is whole in its block, so that the result is the same."""
+    attend = eager_function(module)
+    assert attend is not None, "attends_by_name found one in every layer"
+    if attention_mask is None or attention_mask.shape[2]:
+        return attend(module, query, key, value, attention_mask, **options)[0], None
+    rows, window = [], attention_mask.shape[3]
+    for row, spans in enumerate(_spans.get()):
+        blocks = []
+        for begin, end in spans:
+            q, k, v = (x[row : row + 1, :, begin:end] for x in (query, key, value))
+            for queries, keys in _eager_blocks(q.shape[1], end - begin, window):
+                mask = _block_mask(queries, keys, window, query)
+                seen = (x[:, :, keys.start : keys.stop] for x in (k, v))
+                asked = q[:, :, queries.start : queries.stop]
+                blocks.append(attend(module, asked, *seen, mask, **options)[0])
+        rows.append(torch.cat(blocks, dim=1))
+    return torch.cat(rows), None
+
+
+def _eager_blocks(heads: int, length: int, window: int) -> Iterator[tuple[range, range]]:
+    """Queries and keys of each block of a text of this length: MOST_SCORES at most, or a query."""
+    size = min(max(MOST_SCORES // (heads * length), 1), WINDOW_BLOCK)
+    for start in range(0, length, size):
+        stop = min(start + size, length)
+        yield range(start, stop), range(max(start - window + 1, 0) if window else 0, stop)
+
+
+def _block_mask(queries: range, keys: range, window: int, like: Tensor) -> Tensor:
+    """Causal, within the window if there is one: additive [1, 1, queries, keys]."""
+    key = torch.arange(keys.start, keys.stop, device=like.device)
+    query = torch.arange(queries.start, queries.stop, device=like.device)[:, None]
+    seen = key <= query
+    if window:
+        seen &= key > query - window
+    mask = like.new_zeros(seen.shape).masked_fill(~seen, torch.finfo(like.dtype).min)
+    return mask[None, None]
+
+
 AttentionInterface.register(NAME, packed_attention)
+AttentionInterface.register(EAGER_NAME, packed_eager)
 AttentionMaskInterface.register(NAME, sdpa_mask)
+AttentionMaskInterface.register(EAGER_NAME, sdpa_mask)
 
 
 def packed_mask(segment_ids: Tensor) -> Tensor | None:

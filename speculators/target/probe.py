@@ -23,9 +23,10 @@ from transformers import (
 )
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
+from transformers.masking_utils import eager_mask, sdpa_mask
 
 from draftsmith.speculators.errors import CheckpointError, UnsupportedTarget
+from draftsmith.speculators.target.packed_attention import eager_function
 from draftsmith.speculators.target.recurrent import RecurrentLayers, RecurrentStates, StateCache
 
 ATTENTION = ("sdpa", "eager")  # the implementations that honour an arbitrary mask
@@ -354,26 +355,31 @@ def _error(a: Tensor, b: Tensor) -> Tensor:
 
 def attends_by_name(parts: Parts) -> bool:
     """True if every layer attends by the implementation that the config names, under the mask that
-    it receives, so that a faster one can replace sdpa. A layer with attention of its own may take
-    another path for any name but "sdpa", and one that makes a mask per head needs that mask."""
-    if parts.config._attn_implementation != "sdpa":
-        return False
+    it receives, so that another one can replace it. A layer with attention of its own may take
+    another path for any name but "sdpa", and one that makes a mask per head needs that mask. Of
+    "eager" layers the function of their modeling file has to be theirs."""
+    name = parts.config._attn_implementation
     asked: set[nn.Module] = set()
 
     def attend(module, query, key, value, attention_mask, *args, **kwargs) -> tuple[Tensor, None]:
         if attention_mask is None or attention_mask.shape[1] == 1:
             asked.add(module)
-        return sdpa_attention_forward(module, query, key, value, attention_mask, *args, **kwargs)
+        usual = sdpa_attention_forward if name == "sdpa" else eager_function(module)
+        return usual(module, query, key, value, attention_mask, *args, **kwargs)
 
+    ids = _probe_ids(parts, 2)
+    whole = parts.decode(ids).last_hidden_state
     AttentionInterface.register(_PROBE_ATTENTION, attend)
-    AttentionMaskInterface.register(_PROBE_ATTENTION, sdpa_mask)
+    AttentionMaskInterface.register(_PROBE_ATTENTION, sdpa_mask if name == "sdpa" else eager_mask)
     parts.config._attn_implementation = _PROBE_ATTENTION
     try:
-        parts.decode(_probe_ids(parts, 2))
+        by_name = parts.decode(ids).last_hidden_state
     except _PROBE_ERRORS:
         return False
     finally:
-        parts.config._attn_implementation = "sdpa"
+        parts.config._attn_implementation = name
+    if not _error(by_name, whole).median() <= _tolerance(parts.dtype):
+        return False
     return all(any(module in asked for module in layer.modules()) for layer in parts.layers)
 
 

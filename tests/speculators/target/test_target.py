@@ -7,9 +7,11 @@ from itertools import accumulate
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, DynamicCache
 
 from draftsmith.speculators.errors import CheckpointError, ConfigError, UnsupportedTarget
+from draftsmith.speculators.target import frozen_target, packed_attention
 from draftsmith.speculators.target.frozen_target import FrozenTarget
 from draftsmith.speculators.target.probe import norm_scale
 from tests.support.contract import packed
@@ -69,6 +71,41 @@ def test_packed_features_equal_each_sequence_alone(tiny_model, architecture):
             taps, last = target(rows["input_ids"][row : row + 1, piece])
             close(features.last_hidden[row, piece], last[0])
             close(features.taps[row, piece], taps[0])
+
+
+class Shapes(TorchDispatchMode):
+    """Records the shapes of all tensors that are made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[tuple[int, ...]] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple | list) else [out]:
+            if isinstance(tensor, torch.Tensor):
+                self.seen.add(tuple(tensor.shape))
+        return out
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3", "gemma2", "gpt_oss"])
+def test_features_of_long_rows_are_the_same_without_masks_of_their_length(
+    tiny_model, architecture, monkeypatch
+):
+    """Of targets that attend by sdpa, within a window, with soft caps and with sinks."""
+    target = FrozenTarget(tiny_model(architecture), tap_layers=[1, 3])
+    rows = packed([50, 69], [119])
+    T = rows["input_ids"].shape[1]
+    expected = target.features(**rows)
+    monkeypatch.setattr(frozen_target, "LONG_ROW", 8)
+    monkeypatch.setattr(packed_attention, "WINDOW_BLOCK", 16)
+    monkeypatch.setattr(packed_attention, "MOST_SCORES", 8 * 4 * T)
+    with Shapes() as shapes:
+        features = target.features(**rows)
+    assert not [shape for shape in shapes.seen if len(shape) > 1 and min(shape[-2:]) >= T]
+    text = rows["segment_ids"] >= 0
+    close(features.last_hidden[text], expected.last_hidden[text], 1e-4)
+    close(features.taps[text], expected.taps[text], 1e-4)
 
 
 def test_features_ignore_autocast(tiny_model):
