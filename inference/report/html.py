@@ -24,6 +24,7 @@ from draftsmith.inference.report.table import EVERY, notes, row, spread
 PALETTE = ("#0072b2", "#e69f00", "#00805e", "#b8508f", "#56b4e9", "#c9520a", "#7a5fb5", "#8a7a2c")
 INK, GRID = "#23272e", "#e3e3de"
 WIDTH = 5.4  # inches
+LONGEST_LABEL = 24  # characters of a workload's name in a figure; the table has all of it
 STYLE: Any = {
     "axes.axisbelow": True,
     "axes.edgecolor": GRID,
@@ -75,7 +76,8 @@ def svg(figure: Figure) -> Markup:
     """An <img> with the figure as SVG inside it, and its title as the text in place of it."""
     handles, labels = figure.axes[0].get_legend_handles_labels()
     if len(labels) > 1:
-        figure.legend(handles, labels, loc="outside upper left", ncols=4, handlelength=1.2)
+        columns = 4 if max(map(len, labels)) <= LONGEST_LABEL // 2 else 2
+        figure.legend(handles, labels, loc="outside upper left", ncols=columns, handlelength=1.2)
     buffer = io.BytesIO()
     figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
     encoded = base64.b64encode(buffer.getvalue()).decode()
@@ -116,7 +118,7 @@ def speedup_bars(report: AcceptanceReport) -> Figure | None:
         axes.bar_label(bars, fmt="%.2f", label_type="edge", padding=6)
     axes.axvline(1.0, color=INK, linewidth=0.8, linestyle=":")
     axes.set_xlabel("× faster than the same engine without drafting")
-    axes.set_yticks(range(len(workloads)), labels=workloads)
+    axes.set_yticks(range(len(workloads)), labels=[*map(_label, workloads)])
     axes.invert_yaxis()
     axes.margins(x=0.12)
     axes.yaxis.grid(False)
@@ -138,7 +140,7 @@ def position_lines(report: AcceptanceReport) -> list[Figure]:
             axes.plot(
                 range(1, len(rates) + 1),
                 rates,
-                label=cell.workload,
+                label=_label(cell.workload),
                 color=INK if bold else PALETTE[index % len(PALETTE)],
                 marker="osD^vPX*"[index % 8] if len(rates) < 40 else None,
                 markersize=4,
@@ -149,3 +151,11 @@ def position_lines(report: AcceptanceReport) -> list[Figure]:
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         figures.append(figure)
     return figures
+
+
+def _label(workload: str) -> str:
+    """A workload's name in a figure, whose place a long one would take."""
+    if len(workload) <= LONGEST_LABEL:
+        return workload
+    half = (LONGEST_LABEL - 1) // 2  # names often differ at their ends
+    return f"{workload[:half]}…{workload[-half:]}"

@@ -3,6 +3,7 @@ the model card show the same rows. It computes no figure."""
 
 from __future__ import annotations
 
+import html
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -223,10 +224,10 @@ def _gates(report: AcceptanceReport) -> Table:
 
 
 def markdown(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table; the row of all workloads is bold."""
+    """A table; the row of all workloads is bold. Names are written as text, whatever is in them."""
     lines = [heads, ["---", *["---:"] * (len(heads) - 1)]]
     for first, *rest in rows:
-        name = first.replace("|", "\\|")
+        name = html.escape(" ".join(first.split()), quote=False).replace("|", "\\|")
         lines.append([f"**{name}**" if name == ALL_WORKLOADS else name, *rest])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 

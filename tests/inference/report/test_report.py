@@ -8,6 +8,7 @@ import json
 import math
 import random
 import re
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from draftsmith.inference.report.schema import (
     save_report,
 )
 from draftsmith.inference.report.speed import estimate, rates
-from draftsmith.inference.report.table import notes, print_report
+from draftsmith.inference.report.table import markdown, notes, print_report
 from draftsmith.speculators.errors import ConfigError, DataError
 from tests.support.errors import raises_at
 from tests.support.reports import (
@@ -225,6 +226,21 @@ def test_page_is_self_contained_and_complete(report: AcceptanceReport, tmp_path:
     assert page.count("<img") == 3  # speedup, acceptance by position at two temperatures
     bare = render_html(bare_report())
     assert "busy &lt;b&gt; $x$" in bare and "<b>" not in bare and "not timed" in bare
+
+
+def test_figures_of_workloads_with_long_names_keep_their_room() -> None:
+    """The whole names are in the table."""
+    names = [f"{'long ' * 80}{end}" for end in ("one", "two")]
+    report = build_report([make_measurement(name, 0.0, 0.8) for name in names], provenance())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # matplotlib's, of axes that collapse
+        page = render_html(report)
+    assert all(name in page for name in names)
+
+
+def test_markdown_names_are_text_whatever_is_in_them() -> None:
+    (*_, line) = markdown(["name", "n"], [["a|<img src=x>\n| b", "1"]]).splitlines()
+    assert line == "| a\\|&lt;img src=x&gt; \\| b | 1 |"
 
 
 def test_page_shows_only_pooled_rows_as_pooled() -> None:
