@@ -410,9 +410,10 @@ class _Evaluation:
 
         runs = {SPECULATIVE: lambda: write(True), AUTOREGRESSIVE: lambda: write(False)}
         cell.passes = {kind: [] for kind in runs}
-        for kind, run in interleaved(runs, cell.workload, s.repeats, self.engine.device):
+        passes = interleaved(runs, cell.workload, s.repeats, self.engine.device)
+        for ended, (kind, run) in enumerate(passes, 1):
             cell.passes[kind].append(run)
-            self._note(f"{note}, {run.repeat + 1}/{s.repeats}")
+            self._note(f"{note}, {ended} of {len(runs) * s.repeats} passes")
 
     def _num_timed(self, cell: _CellRun) -> int:
         """Prompts of a timed pass: enough for `timed_prompts` and, by the responses that were

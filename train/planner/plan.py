@@ -295,7 +295,7 @@ def _few_steps(stage: Stage, device: Device) -> str:
     minutes, seconds = stage.recipe.training.max_minutes, stage.step_seconds(device)
     steps = int(stage.steps_within_minutes(device))
     return (
-        f"training.max_minutes: about {steps} steps fit into {minutes:g} minutes, {seconds:.2g} s"
+        f"training.max_minutes: about {steps} steps fit into {minutes:g} minutes, {seconds:,.1f} s"
         f" each; a drafter needs hundreds. {WHAT_TO_CHANGE}"
     )
 

@@ -81,6 +81,9 @@ def regenerate(
     store, writer = ResponseStore(folder, name), _writer(llm, make_llm, rules, say, discard)
     try:
         _write_all(conversations, writer, store, account, _reporter(account, progress))
+    except KeyboardInterrupt:
+        say(f"      stopped: {account.written} responses written and kept; again, it goes on")
+        raise
     finally:
         writer.close()
         store.close()

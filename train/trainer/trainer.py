@@ -256,6 +256,8 @@ class Trainer:
         seconds = time.monotonic() - self.step_began
         if seconds < LONG_STEP:
             return
+        if self.stop_signal is not None:
+            work += "; the run stops after this step, and without it if asked again"
         self.advance(self.share, f"step {self.state.step + 1}, {work}")
         minutes = self.recipe.training.max_minutes
         if self.pace_unsaid and minutes and not self.state.step and seconds > 60 * minutes:
@@ -482,7 +484,6 @@ class Trainer:
         if self.stop_signal is not None:  # a second time: now
             raise KeyboardInterrupt
         self.stop_signal = number
-        self.say("      stopping after this step; once more: at once, without a checkpoint of it")
 
     def _asked(self) -> tuple[bool, bool]:
         """(any process has received a stop signal, so that all stop after the same step; the clock

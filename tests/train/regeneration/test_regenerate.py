@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -137,6 +138,19 @@ def test_nothing_is_written_twice_and_settings_do_not_mix(write, tmp_path):
     longer = write(tmp_path, section=SECTION.model_copy(update={"max_new_tokens": 9}))
     assert len(list(tmp_path.iterdir())) == 3 and {len(r.output_ids) for r in longer} == {9}
     assert write(tmp_path, examples=EXAMPLES[:7]) == first[:7]
+
+
+def test_writing_that_is_stopped_says_what_it_has_kept(write, tmp_path):
+    def stop(done: float, note: str = "", total: float | None = None) -> None:
+        if done >= 3:
+            raise KeyboardInterrupt
+
+    said = []
+    with pytest.raises(KeyboardInterrupt):
+        write(tmp_path, progress=stop, say=said.append)
+    kept = int(re.search(r"(\d+) responses written", said[-1])[1])
+    stored = [line for file in tmp_path.glob("*.jsonl") for line in file.open()]
+    assert kept == len(stored) >= 3
 
 
 def test_temperatures_have_their_shares_everywhere(write, tmp_path):
