@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.speculators.errors import DataError
+from draftsmith.speculators.export import disk_errors
 
 QUOTED = 400  # characters of a reason that are kept
 
@@ -59,7 +60,7 @@ class BadRows:
         if self.path is not None:
             entry = {"origin": error.origin, "what": error.what[:QUOTED]}
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with self.path.open("a", encoding="utf-8") as file:
+            with disk_errors(self.path), self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(entry, ensure_ascii=False) + "\n")
 
     @property

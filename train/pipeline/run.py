@@ -19,6 +19,7 @@ from draftsmith.inference.evaluation.expected_acceptance import expected_accepta
 from draftsmith.inference.evaluation.suites import load_suite
 from draftsmith.inference.progress import Stages
 from draftsmith.inference.spec_decode.replay import ReplayResult, standard_error
+from draftsmith.inference.whole_file import write_whole
 from draftsmith.speculators.drafter import Drafter
 from draftsmith.speculators.export.upload import account
 from draftsmith.speculators.precision import autocast_dtype, free_memory, own_device
@@ -167,8 +168,7 @@ def train(recipe: Recipe, accelerator: Accelerator, stages: Stages, as_given: st
         )
         stages.say(f"      {trainer.training.describe()}")
         if as_given and accelerator.is_main_process and not later:
-            Path(recipe.output_dir).mkdir(parents=True, exist_ok=True)
-            (Path(recipe.output_dir) / RECIPE).write_text(as_given)
+            write_whole(Path(recipe.output_dir) / RECIPE, as_given)
         state = _train_stage(trainer, stages, f"train {recipe.family}{f': {name}' if name else ''}")
     assert drafter is not None  # a recipe has at least one stage
     return Trained(drafter, state, tokenizer, data.held_out, trainer.joint)

@@ -19,6 +19,7 @@ from typing import IO, Any
 
 from draftsmith.inference.whole_file import write_whole
 from draftsmith.speculators.errors import DataError
+from draftsmith.speculators.export import disk_errors
 from draftsmith.train.data.loss_mask import TokenRow, Turn, fewest_rows
 
 
@@ -67,19 +68,21 @@ class ResponseStore:
         self.written_by[entry["engine"]] += 1
 
     def add(self, key: str, token_ids: Sequence[int], engine: str) -> None:
-        """Stores one response; a kill does not lose it any more."""
+        """Stores one response; a kill does not lose it any more. OSError names the file."""
         entry = {"key": key, "engine": engine, "token_ids": list(token_ids)}
-        self._take(entry)
         if self._file is None:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._file = (self.folder / f"{self.name}.{uuid.uuid4().hex[:8]}.jsonl").open("ab")
-        self._file.write(json.dumps(entry).encode() + b"\n")
-        self._file.flush()
+        with disk_errors(Path(self._file.name)):
+            self._file.write(json.dumps(entry).encode() + b"\n")
+            self._file.flush()
+        self._take(entry)
 
     def close(self) -> None:
         if self._file is not None:
-            os.fsync(self._file.fileno())
-            self._file.close()
+            with disk_errors(Path(self._file.name)):
+                os.fsync(self._file.fileno())
+                self._file.close()
             self._file = None
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 from transformers import AutoTokenizer
 
 from draftsmith.inference import LLM
@@ -19,6 +20,8 @@ from draftsmith.train.pipeline.data_stage import write_in_parts
 from draftsmith.train.recipe.data_sections import RegenerateSection, spread
 from draftsmith.train.regeneration.conversations import TargetFacts
 from draftsmith.train.regeneration.regenerate import regenerate
+from draftsmith.train.regeneration.store import ResponseStore
+from tests.support.disks import full_disk
 from tests.support.errors import raises_at
 from tests.support.models import make_tiny_model
 from tests.train.worlds import Scenario, in_worlds
@@ -92,10 +95,15 @@ def test_what_is_left_out_and_what_is_cut_is_reported(write, tmp_path):
         write(tmp_path, [long])
 
 
-def parts_job(folder: Path, name: str, torn: bool = False) -> tuple[list, list[str]]:
+def parts_job(
+    folder: Path, name: str, torn: bool = False, apart: bool = False
+) -> tuple[list, list[str]]:
     """What this world's processes write together into `name`, and the files; `torn`: after a kill
-    that left half of each. In float32, where batches change nothing."""
+    that left half of each; `apart`: each into a folder of its own, of which the last one's is told.
+    In float32, where batches change nothing."""
     accelerator = Accelerator(cpu=True)
+    if apart:
+        name += f"-{accelerator.process_index}"
     if torn and accelerator.is_main_process:
         for path in (folder / name).iterdir():
             path.write_text(path.read_text()[: len(path.read_text()) // 2])
@@ -108,7 +116,9 @@ def parts_job(folder: Path, name: str, torn: bool = False) -> tuple[list, list[s
         lambda part: write_with(llm, folder / name, part=part, **options),
     )
     accelerator.wait_for_everyone()
-    return responses, sorted(path.name.split(".", 1)[1] for path in (folder / name).iterdir())
+    files = sorted(path.name.split(".", 1)[1] for path in (folder / name).iterdir())
+    *_, last = gather_object([(responses, files)])
+    return last
 
 
 @pytest.mark.slow
@@ -119,15 +129,25 @@ def test_all_processes_write_what_one_would(tmp_path):
         "two": (2, "two", False),
         "killed": (2, "two", True),
         "less": (1, "two", True),
+        "apart": (2, "apart", False),
     }
     scenarios = [
-        Scenario(kind, processes, arguments={"name": name, "torn": torn})
+        Scenario(kind, processes, arguments={"name": name, "torn": torn, "apart": kind == "apart"})
         for kind, (processes, name, torn) in kinds.items()
     ]
     results = in_worlds(parts_job, scenarios, tmp_path)
     for kind, (responses, files) in results.items():
         assert responses == results["one"][0], kind
         assert files and all(name.endswith("jsonl") for name in files), kind
+
+
+def test_store_without_room_names_its_file_and_keeps_what_it_has(tmp_path):
+    store = ResponseStore(tmp_path, "n")
+    store.add("a", [1], "here")
+    with full_disk(), pytest.raises(OSError) as error:
+        store.add("b", [1] * 100, "here")
+    assert [error.value.filename] == [str(path) for path in tmp_path.iterdir()]
+    assert ResponseStore(tmp_path, "n").known == {"a": [1]}
 
 
 def test_nothing_is_written_twice_and_settings_do_not_mix(write, tmp_path):
