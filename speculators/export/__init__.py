@@ -25,11 +25,13 @@ from draftsmith.speculators.errors import CheckpointError
 from draftsmith.speculators.export.formats import NATIVE, layout_for, layout_of
 from draftsmith.speculators.export.headers import Header, pickled_files, read_headers
 from draftsmith.speculators.export.layouts.base import Source
-from draftsmith.speculators.hub import one_line, split_revision
+from draftsmith.speculators.hub import may_be_on_hub, one_line, split_revision
 from draftsmith.speculators.registry import family_class
 from draftsmith.speculators.target.target_head import TargetHead
 
 WEIGHTS = "weights_sha256"  # of the target, in what an export says of it
+# What to do where a folder is not there: a run writes its drafter when it ends.
+NO_FOLDER = "run the recipe first if a run writes it, or give another folder or a repository id"
 
 
 def export_drafter(
@@ -150,14 +152,16 @@ def resolve(
     from huggingface_hub import snapshot_download
 
     name, revision = split_revision(str(path_or_id), revision)
+    where = f"{what} {path_or_id}"
+    if not may_be_on_hub(name):
+        raise CheckpointError(f"no such folder; {NO_FOLDER}", where=where)
     patterns = ["*.json", "*.safetensors"] if weights else ["config.json"]
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
     except (ValueError, OSError) as error:  # no id; the Hub's errors, and those of files
         raise CheckpointError(
-            f"no such folder, and the Hub did not give it:"
-            f" {one_line(error)}; give a folder that holds it, or a repository id",
-            where=f"{what} {path_or_id}",
+            f"no such folder, and the Hub did not give it: {one_line(error)}; {NO_FOLDER}",
+            where=where,
         ) from error
 
 

@@ -123,14 +123,18 @@ def _read_files(result: Inspection) -> None:
     except ValueError as error:
         result.add(CONFIG, f"not JSON: {error}; mend it, or copy it anew", base.REFUSES)
     pickles = pickled_files(folder)
-    for name in pickles:
-        result.add(name, f"{name} is a pickle, not opened: convert it to safetensors")
+    readable = True
     try:
         result.headers = read_headers(folder)
     except CheckpointError as error:
         result.add("*.safetensors", str(error), base.REFUSES)
-        return
-    if not result.headers and not pickles:
+        readable = False
+    for name in pickles:
+        if result.headers:  # as the optimizer's states, beside the drafter
+            result.add(name, f"{name} is a pickle, not opened; no engine needs it", warning=True)
+        else:
+            result.add(name, f"{name} is a pickle, not opened: convert it to safetensors")
+    if readable and not result.headers and not pickles:
         result.add("*.safetensors", "there is none; add the drafter's", base.REFUSES)
 
 

@@ -97,6 +97,12 @@ def conversation_tokenizer(
     )
 
 
+def thinks(tokenizer: ConversationTokenizer) -> bool:
+    """Whether responses begin with thoughts, which the chat template could turn off."""
+    off = tokenizer.template_kwargs.get(THINKING) is False
+    return not off and knows_thinking(tokenizer.tokenizer, tokenizer.chat_template)
+
+
 def knows_thinking(tokenizer: PreTrainedTokenizerBase, template: str | None = None) -> bool:
     """Whether the chat template (`template`: its text, in place of the tokenizer's) makes another
     prompt with thinking than without."""

@@ -81,15 +81,21 @@ class Account:
             parts.append(f"{self.earlier} to an earlier turn (the last prompt leaves no room)")
         return ", ".join(parts)
 
-    def lines(self) -> list[str]:
-        """What the console says of a run: the account, and a warning with what to do."""
+    def lines(self, *, thinks: bool) -> list[str]:
+        """What the console says of a run: the account, and a warning with what to do. `thinks`: the
+        responses begin with thoughts that the chat template can turn off."""
         lines = [str(self)]
         if self.cut > CUT_SHARE * self.done:
-            lines.append(
+            warning = (
                 f"warning: {self.cut} of {self.done} responses were cut before their end, at"
-                " regenerate.max_new_tokens or data.max_length; raise it, or have a model that"
-                " thinks first answer at once: data.chat_template_kwargs: {enable_thinking: false}"
+                " regenerate.max_new_tokens or data.max_length; raise it"
             )
+            if thinks:
+                warning += (
+                    ", or have the model answer at once:"
+                    " data.chat_template_kwargs: {enable_thinking: false}"
+                )
+            lines.append(warning)
         return lines
 
 

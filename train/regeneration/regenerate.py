@@ -20,6 +20,7 @@ from draftsmith.inference import LLM
 from draftsmith.inference.progress import Advance, unwatched
 from draftsmith.speculators.errors import ConfigError, DataError
 from draftsmith.train.data.loss_mask import ConversationTokenizer
+from draftsmith.train.data.packing import thinks
 from draftsmith.train.data.sources import Example
 from draftsmith.train.recipe.data_sections import RegenerateSection, spread
 from draftsmith.train.regeneration.conversations import (
@@ -94,7 +95,7 @@ def regenerate(
     assert account.done == account.total, f"responses unaccounted for: {account}"
     if conversations and account.total == 0 and part[1] == 1:  # of a part all may be too long
         raise DataError(f"{account}; raise it", where="data.max_length")
-    for line in account.lines():
+    for line in account.lines(thinks=thinks(tokenizer)):
         say(f"      {line}")
     return [response for conversation in conversations for response in conversation.responses]
 

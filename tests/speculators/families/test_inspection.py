@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from draftsmith.speculators.errors import CheckpointError
-from draftsmith.speculators.export import export_drafter, load_drafter
+from draftsmith.speculators.export import export_drafter, load_drafter, resolve
 from draftsmith.speculators.export.inspection import Inspection, inspect_folder
 from draftsmith.speculators.target.frozen_target import FrozenTarget
 from tests.support.cases import FIVE, MASK, ONE, OWN, REDUCED, SPARK, TWO, Case, make
@@ -255,6 +255,24 @@ def test_inspect_names_pickles_and_never_opens_them(broken, monkeypatch) -> None
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     monkeypatch.setattr(torch, "load", lambda *args, **kwargs: pytest.fail("unpickled"))
     assert places(inspect_folder(folder)) == {"pytorch_model.bin"}
+
+
+def test_inspect_takes_a_pickle_beside_the_drafter(broken) -> None:
+    """Training leaves the states of its optimizer there."""
+    folder = broken().folder
+    (folder / "optimizer_state_dict.pt").write_bytes(b"")
+    inspected = inspect_folder(folder)
+    assert inspected.sound
+    assert {fault.where for fault in inspected.faults} == {"optimizer_state_dict.pt"}
+
+
+@pytest.mark.parametrize("path", ["runs/head/export", "./head", "/nowhere/head", "a head"])
+def test_resolve_asks_the_hub_for_no_path(path, monkeypatch) -> None:
+    monkeypatch.setattr(
+        "huggingface_hub.snapshot_download", lambda *_, **__: pytest.fail("asked the Hub")
+    )
+    with raises_at(CheckpointError, f"drafter {path}"):
+        resolve(path)
 
 
 def test_inspect_names_files_that_cannot_be_read(broken, tmp_path) -> None:

@@ -83,6 +83,33 @@ def test_last_prompt_without_room_falls_back_to_an_earlier_turn(write, tmp_path)
     assert "1 to an earlier turn" in lines[0] and "left out" not in "".join(lines)
 
 
+@pytest.mark.parametrize(
+    "template, kwargs, advised",
+    [
+        ("{{ messages }}", {}, False),
+        ("{{ enable_thinking }}", {}, True),
+        ("{{ enable_thinking }}", {"enable_thinking": True}, True),
+        ("{{ enable_thinking }}", {"enable_thinking": False}, False),
+    ],
+)
+def test_cut_responses_are_blamed_on_thoughts_where_the_template_can_turn_them_off(
+    llm, template, kwargs, advised, tmp_path
+):
+    lines = list[str]()
+    regenerate(
+        llm,
+        EXAMPLES[:2],
+        ConversationTokenizer(llm.get_tokenizer(), chat_template=template, template_kwargs=kwargs),
+        SECTION,
+        facts=FACTS,
+        target_hash="t",
+        folder=tmp_path,
+        max_length=128,
+        say=lines.append,
+    )
+    assert ["enable_thinking" in line for line in lines if "cut" in line] == [advised]
+
+
 def test_what_is_left_out_and_what_is_cut_is_reported(write, tmp_path):
     lines = []
     long = Example("default", "x:0", prompt="number and " * 200)
