@@ -1,8 +1,12 @@
 """Whether a server that drafts writes what the same model writes without drafting.
 
-Greedy texts are compared token by token with those of a baseline; samples at temperature 1 by a
-two-sample χ² test of their first tokens. Both servers speak OpenAI's completions API with
-`logprobs`.
+Greedy texts are compared token by token with those of a baseline, and samples at temperature 1 by
+the tests of two_samples.py. Each part has a verdict of its own, for which the server's counters
+must show that it drafted there.
+
+Tokens are ids, and the servers' own: texts of single tokens are not the text when joined, since
+decoders strip spaces and characters span tokens, and two tokens may have one text. Servers that
+give no ids are refused.
 
 A greedy difference is a tie if the gap between the two tokens is no larger than the rounding error
 that is measured there: the baseline repeats that position in other batch shapes."""
@@ -11,72 +15,144 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
+import numpy as np
 import openai
-from scipy.stats import chi2_contingency
+from pydantic import BaseModel, Field
 
 from draftsmith.inference.bench.load_generator import (
     drafting_counters,
     drafting_results,
     served_model,
 )
+from draftsmith.inference.bench.two_samples import (
+    END,
+    SIGNIFICANCE,
+    SampledPrompt,
+    compare_samples,
+    token_score,
+)
 from draftsmith.inference.evaluation.lossless import first_difference
+from draftsmith.inference.metrics import SpecDecodeCounters
 from draftsmith.speculators.errors import ConfigError, DraftsmithError
 
-LEADING = 5  # tokens whose log-probabilities are asked for
-SAMPLED_TOKENS = 4  # of a sampled text
+LEADING = 5  # tokens whose log-probabilities say whether a greedy difference is a tie
+SCORED = 20  # tokens whose log-probabilities score a sample: the most that vLLM gives by default
+SAMPLED_TOKENS = 8  # of a sampled text
 SAMPLED_PROMPTS = 4  # that are sampled from
-LEAST_EXPECTED = 5.0  # samples of a server in a category of the χ² test; rarer ones are pooled
-SIGNIFICANCE = 1e-3  # of all χ² tests together
 BASELINE_SEED = 1 << 20  # first seed of the baseline's samples; the server's begin at 0
+ID = "token_id:"  # before the id of a token, in place of its text
+NO_IDS = (
+    "answers without token ids, and texts are not compared in place of them, since the text of a"
+    " token does not say which one it is: certify needs `return_token_ids`, and of the baseline"
+    " `return_tokens_as_token_ids` too. vLLM and draftsmith serve have both"
+)
+
+Prompt = str | list[int]
+Part = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Text:
-    """A completion: its tokens, and the leading log-probabilities at each of them."""
+    """A completion: ids of its prompt and tokens, and the leading log-probabilities at each token,
+    by id; none unless they are asked for."""
 
-    tokens: list[str]
-    leading: list[dict[str, float]]
+    prompt: list[int]
+    tokens: list[int]
+    leading: list[dict[int, float]]
+
+
+class Logprobs(BaseModel):
+    top_logprobs: list[dict[str, float] | None]
+
+
+class Choice(BaseModel):
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+    logprobs: Logprobs | None = None
+
+
+class Answer(BaseModel):
+    """The fields of a completion that are read."""
+
+    choices: list[Choice] = Field(min_length=1)
 
 
 class Completions:
-    """One server. DraftsmithError if it does not answer, or without log-probabilities."""
+    """One server. DraftsmithError if it does not answer, or without what is compared."""
 
     def __init__(self, client: openai.AsyncOpenAI, concurrency: int) -> None:
-        self.client, self.model = client, ""  # until it is asked
+        self.client = client
+        self.where = f"{client.base_url}completions"
         self._slots = asyncio.Semaphore(concurrency)
+        self._model: str | None = None  # not yet asked for
 
-    async def complete(self, prompt: str, max_tokens: int, **fields: Any) -> Text:
-        fields = {"max_tokens": max_tokens, "logprobs": LEADING, **fields}
-        where = f"{self.client.base_url}completions"
+    async def model(self) -> str:
+        if self._model is None:
+            self._model = await served_model(self.client)
+        return self._model
+
+    async def complete(
+        self, prompt: Prompt, max_tokens: int, *, leading: int = 0, **fields: Any
+    ) -> Text:
+        """`leading`: most probable tokens whose log-probabilities are asked for."""
+        body = {"model": await self.model(), "prompt": prompt, "max_tokens": max_tokens}
+        body |= {"return_token_ids": True, **fields}
+        if leading:
+            body |= {"logprobs": leading, "return_tokens_as_token_ids": True}
         async with self._slots:
             try:
-                create = self.client.completions.create
-                choice = (await create(model=self.model, prompt=prompt, **fields)).choices[0]
+                answer = await self.client.post("/completions", cast_to=object, body=body)
+                choice = Answer.model_validate(answer).choices[0]
             except openai.OpenAIError as error:
-                raise DraftsmithError(f"{error}", where=where) from None
-        if choice.logprobs is None or choice.logprobs.tokens is None:
-            raise DraftsmithError("answers without logprobs, which are compared", where=where)
-        leading = choice.logprobs.top_logprobs or []
-        return Text(list(choice.logprobs.tokens), [dict(entry or {}) for entry in leading])
+                raise DraftsmithError(f"{error}", where=self.where) from None
+            except ValueError:  # no JSON, or JSON of another shape
+                raise DraftsmithError(
+                    "the answer is no completion of OpenAI's API; is this the server's address?",
+                    where=self.where,
+                ) from None
+        if not choice.token_ids or choice.prompt_token_ids is None:
+            raise DraftsmithError(NO_IDS, where=self.where)
+        found = self._leading(choice, leading) if leading else []
+        return Text(choice.prompt_token_ids, choice.token_ids, found)
 
-    async def greedy(self, prompts: Sequence[str], max_tokens: int) -> list[Text]:
-        requests = (self.complete(prompt, max_tokens, temperature=0) for prompt in prompts)
+    def _leading(self, choice: Choice, count: int) -> list[dict[int, float]]:
+        """The `count` most probable tokens at each place: servers add the token that was drawn,
+        which here would tell which server drew it."""
+        if choice.logprobs is None or len(choice.logprobs.top_logprobs) != len(
+            choice.token_ids or ()
+        ):
+            raise DraftsmithError("answers without logprobs, which are needed", where=self.where)
+        found = []
+        for entries in choice.logprobs.top_logprobs:
+            ranked = sorted((entries or {}).items(), key=lambda entry: -entry[1])[:count]
+            if not ranked or not all(name.startswith(ID) for name, _ in ranked):
+                raise DraftsmithError(NO_IDS, where=self.where)
+            found.append({int(name.removeprefix(ID)): value for name, value in ranked})
+        return found
+
+    async def greedy(
+        self, prompts: Sequence[Prompt], max_tokens: int, leading: int = 0
+    ) -> list[Text]:
+        requests = (
+            self.complete(prompt, max_tokens, leading=leading, temperature=0) for prompt in prompts
+        )
         return await asyncio.gather(*requests)
 
-    async def sample(self, prompt: str, count: int, first_seed: int) -> list[Counter[str]]:
-        """Counts of the tokens at each of SAMPLED_TOKENS positions, of `count` samples at
-        temperature 1; "" behind the end of a text."""
-        complete = partial(self.complete, prompt, SAMPLED_TOKENS, temperature=1, top_p=1)
-        seeds = range(first_seed, first_seed + count)
-        texts = await asyncio.gather(*(complete(seed=seed) for seed in seeds))
-        rows = ((*text.tokens, *[""] * SAMPLED_TOKENS)[:SAMPLED_TOKENS] for text in texts)
-        return [Counter(position) for position in zip(*rows)]
+    async def sample(
+        self, prompt: list[int], count: int, first_seed: int, leading: int = 0
+    ) -> list[Text]:
+        """`count` texts of SAMPLED_TOKENS tokens at temperature 1, with a seed each."""
+        requests = (
+            self.complete(
+                prompt, SAMPLED_TOKENS, leading=leading, temperature=1, top_p=1, seed=seed
+            )
+            for seed in range(first_seed, first_seed + count)
+        )
+        return await asyncio.gather(*requests)
 
 
 async def certify(
@@ -88,83 +164,145 @@ async def certify(
     samples: int,
     assume_drafting: bool = False,
 ) -> dict[str, Any]:
-    """The certificate: `verdict`, the counts and tests that it rests on, and the server's
-    acceptance, null where it reports none. ConfigError if the baseline drafts.
+    """The certificate: `verdict`, the parts `greedy` and `sampled` (None without samples) with
+    their own verdicts, counts, tests and the server's acceptance, null where it reports none, and
+    `scope`: what was tested and what not. ConfigError: the baseline drafts, or tokenizes otherwise.
 
     "lossy": a greedy mismatch, or samples of another distribution. "undecided": none, but nothing
-    shows that the server drafted; `assume_drafting`: it does, and has no counters. "lossless"
-    speaks of temperature 0 alone where no test of samples has a degree of freedom (`tested`)."""
-    for one in (server, baseline):
-        one.model = await served_model(one.client)
-    before = await drafting_counters(server.client)
+    shows that the server drafted in a part, or its texts could not have shown a difference;
+    `assume_drafting`: it drafts, and has no counters."""
+    model = await server.model()
     if await drafting_counters(baseline.client) is not None:
         raise ConfigError("this server drafts too", where=f"--baseline {baseline.client.base_url}")
+    counters = [await drafting_counters(server.client)]
     texts = await server.greedy(prompts, max_tokens)
-    references = await baseline.greedy(prompts, max_tokens)
-    differences = [
-        {"prompt": number, **difference}
-        for number, compared in enumerate(zip(prompts, texts, references, strict=True))
-        async for difference in _differences(server, baseline, *compared, max_tokens)
-    ]
-    tests = []
-    for number, prompt in enumerate(prompts[:SAMPLED_PROMPTS] if samples else ()):
-        drawn = await server.sample(prompt, samples, 0)
-        expected = await baseline.sample(prompt, samples, BASELINE_SEED)
-        for position in range(1, SAMPLED_TOKENS):  # nothing is drafted before the first token
-            test = homogeneity(drawn[position], expected[position])
-            tests.append({"prompt": number, "position": position, **test})
-    drafting = drafting_results(before, await drafting_counters(server.client))
-    ties = sum(difference["tie"] for difference in differences)
-    smallest = min((test["p_value"] for test in tests), default=1.0)
-    lossy = len(differences) > ties or smallest * max(len(tests), 1) < SIGNIFICANCE
-    drafted = bool(drafting) or (assume_drafting and before is None)
+    references = await baseline.greedy(prompts, max_tokens, LEADING)
+    for text, reference in zip(texts, references, strict=True):
+        if text.prompt != reference.prompt:
+            raise ConfigError(
+                f"its token ids of a prompt are {text.prompt}, and those of the baseline"
+                f" {reference.prompt}; both must serve the same model with the same tokenizer",
+                where=server.where,
+            )
+    greedy = await _greedy_part(server, baseline, texts, references, max_tokens)
+    counters.append(await drafting_counters(server.client))
+    parts = [_judged(greedy, counters, assume_drafting)]
+    if samples:
+        sampled_prompts = [reference.prompt for reference in references[:SAMPLED_PROMPTS]]
+        sampled = await _sampled_part(server, baseline, sampled_prompts, samples)
+        counters.append(await drafting_counters(server.client))
+        parts.append(_judged(sampled, counters[1:], assume_drafting))
+    verdicts = [part["verdict"] for part in parts]
     return {
-        "verdict": "lossy" if lossy else "lossless" if drafted else "undecided",
+        "verdict": next((v for v in ("lossy", "undecided") if v in verdicts), "lossless"),
         "server": str(server.client.base_url),
-        "model": server.model,
-        "greedy": {
-            "prompts": len(prompts),
-            "tokens": sum(len(text.tokens) for text in texts),
-            "mismatches": len(differences) - ties,
-            "ties": ties,
-            "differences": differences,
+        "model": model,
+        "greedy": parts[0],
+        "sampled": parts[1] if samples else None,
+        "scope": {
+            "tested": [_statement(part) for part in parts],
+            "not_tested": _not_tested(max_tokens, samples),
         },
-        "sampled": {
-            "tested": any(test["degrees"] for test in tests),
-            "samples": samples,
-            "significance": SIGNIFICANCE,
-            "smallest_p_value": smallest,
-            "tests": tests,
-        },
+    }
+
+
+def _judged(
+    part: Part, counters: Sequence[SpecDecodeCounters | None], assume_drafting: bool
+) -> Part:
+    """A part with its verdict. `counters`: the server's, before and after it."""
+    before, after = counters
+    drafting = drafting_results(before, after)
+    drafted = bool(drafting) or (assume_drafting and before is None)
+    verdict = "undecided"
+    if part["lossy"]:
+        verdict = "lossy"
+    elif part["tested"] and drafted:
+        verdict = "lossless"
+    return {
+        "verdict": verdict,
+        **part,
+        "drafted": drafted,
         "acceptance_length": drafting.get("spec_decode_acceptance_length"),
         "num_drafts": drafting.get("spec_decode_num_drafts"),
     }
 
 
-async def _differences(
+def _statement(part: Part) -> str:
+    """What a part shows, and on what it rests."""
+    reason = part["description"]
+    if part["verdict"] == "undecided" and not part["tested"]:
+        reason += "; the texts are too few or too much alike to show a difference"
+    elif part["verdict"] == "undecided":
+        reason += "; no difference, but nothing shows that the server drafted there"
+    elif part["num_drafts"] is not None:
+        reason += (
+            f"; {part['num_drafts']} drafts, acceptance length {part['acceptance_length']:.2f}"
+        )
+    return f"{part['verdict']} at temperature {part['temperature']}: {reason}"
+
+
+def _not_tested(max_tokens: int, samples: int) -> list[str]:
+    sampled = f"sampled tokens after the first {SAMPLED_TOKENS} of a text"
+    return [
+        f"greedy tokens after the first {max_tokens} of a text",
+        sampled if samples else "samples",
+        "other temperatures and other sampling parameters than the server's defaults",
+        "other prompts, and more requests at a time",
+        "counters that other clients' requests raised, or that are wrong",
+    ]
+
+
+# ------------------------------------------------------------------------------- greedy
+
+
+async def _greedy_part(
     server: Completions,
     baseline: Completions,
-    prompt: str,
-    text: Text,
-    reference: Text,
+    texts: Sequence[Text],
+    references: Sequence[Text],
     max_tokens: int,
+) -> Part:
+    differences = [
+        {"prompt": number, **difference}
+        for number, pair in enumerate(zip(texts, references, strict=True))
+        async for difference in _differences(server, baseline, *pair, max_tokens)
+    ]
+    tokens = sum(len(text.tokens) for text in texts)
+    ties = sum(difference["tie"] for difference in differences)
+    mismatches = len(differences) - ties
+    return {
+        "temperature": 0,
+        "lossy": mismatches > 0,
+        "tested": tokens > 0,
+        "description": f"{tokens} tokens after {len(texts)} prompts, up to {max_tokens} each,"
+        f" {mismatches} mismatches, {ties} ties",
+        "prompts": len(texts),
+        "tokens": tokens,
+        "mismatches": mismatches,
+        "ties": ties,
+        "differences": differences,
+    }
+
+
+async def _differences(
+    server: Completions, baseline: Completions, text: Text, reference: Text, max_tokens: int
 ) -> AsyncIterator[dict[str, Any]]:
     """The differences of two greedy texts, judged. Behind a tie both servers go on from the
-    baseline's token."""
+    baseline's token, if that does not end its text."""
     start = 0
     while (position := first_difference(reference.tokens, text.tokens)) is not None:
-        judged = await _judge(baseline, prompt, reference, text, position)
+        judged = await _judge(baseline, reference, text, position)
         yield {"position": start + position, **judged}
         start += position + 1
-        if not judged["tie"] or start >= max_tokens:
+        if not judged["tie"] or position + 1 == len(reference.tokens):
             return
-        prompt += "".join(reference.tokens[: position + 1])
+        prompt = [*reference.prompt, *reference.tokens[: position + 1]]
         (text,) = await server.greedy([prompt], max_tokens - start)
-        (reference,) = await baseline.greedy([prompt], max_tokens - start)
+        (reference,) = await baseline.greedy([prompt], max_tokens - start, LEADING)
 
 
 async def _judge(
-    baseline: Completions, prompt: str, reference: Text, text: Text, position: int
+    baseline: Completions, reference: Text, text: Text, position: int
 ) -> dict[str, Any]:
     """Whether the first difference of two greedy texts is a tie: the gap between the two tokens in
     the baseline against the rounding error of its leading log-probabilities, which is their largest
@@ -173,10 +311,11 @@ async def _judge(
         written.tokens[position] if position < len(written.tokens) else None
         for written in (reference, text)
     )
-    prefix = prompt + "".join(reference.tokens[:position])
-    alone = await baseline.complete(prefix, 1, temperature=0)
-    batch = await baseline.greedy([prefix, *[prefix + " "] * 3], 1)
-    runs = [*reference.leading[position : position + 1], *alone.leading[:1], *batch[0].leading[:1]]
+    prefix = [*reference.prompt, *reference.tokens[:position]]
+    (alone,) = await baseline.greedy([prefix], 1, LEADING)
+    shorter = prefix[:-1] or prefix
+    batch = await baseline.greedy([prefix, shorter, shorter, shorter], 1, LEADING)
+    runs = [*reference.leading[position : position + 1], *alone.leading, *batch[0].leading]
     error = 0.0
     for first, second in itertools.combinations(runs, 2):
         changes = [first[token] - second[token] for token in first.keys() & second.keys()]
@@ -195,16 +334,60 @@ async def _judge(
     }
 
 
-def homogeneity(drawn: Counter[str], expected: Counter[str]) -> dict[str, float]:
-    """The χ² test of the hypothesis that two samples come from one distribution. Categories with
-    fewer than LEAST_EXPECTED expected samples are pooled."""
-    total, other = drawn.total(), expected.total()
-    share = min(total, other) / (total + other)
-    pairs = [(drawn[token], expected[token]) for token in drawn.keys() | expected.keys()]
-    cells = [pair for pair in pairs if sum(pair) * share >= LEAST_EXPECTED]
-    rare = [pair for pair in pairs if sum(pair) * share < LEAST_EXPECTED]
-    if rare:
-        cells.append((sum(a for a, _ in rare), sum(b for _, b in rare)))
-    test = chi2_contingency(cells, correction=False)
-    statistic, p_value = float(test.statistic), float(test.pvalue)
-    return {"chi2": statistic, "degrees": int(test.dof), "p_value": p_value}
+# ------------------------------------------------------------------------------- sampled
+
+
+async def _sampled_part(
+    server: Completions, baseline: Completions, prompts: Sequence[list[int]], samples: int
+) -> Part:
+    sampled = []
+    for prompt in prompts:
+        drawn = await server.sample(prompt, samples, 0)
+        expected = await baseline.sample(prompt, samples, BASELINE_SEED, SCORED)
+        leading = await _leading_after(baseline, prompt, drawn, expected)
+        texts = [*drawn, *expected]
+        rows = [[*text.tokens, *[END] * SAMPLED_TOKENS][:SAMPLED_TOKENS] for text in texts]
+        scores = [
+            sum(
+                token_score(leading[tuple(text.tokens[:i])], token)
+                for i, token in enumerate(text.tokens)
+            )
+            for text in texts
+        ]
+        tokens = np.array(rows).reshape(2, samples, SAMPLED_TOKENS)
+        sampled.append(SampledPrompt(tokens, np.array(scores, dtype=float).reshape(2, samples)))
+    result = compare_samples(sampled)
+    return {
+        "temperature": 1,
+        "lossy": result["p_value"] <= SIGNIFICANCE,
+        "description": f"tokens 1 to {SAMPLED_TOKENS} of {samples} texts after each of"
+        f" {len(prompts)} prompts, p = {result['p_value']:.2g} at a level of {SIGNIFICANCE:g}",
+        "prompts": len(prompts),
+        "samples": samples,
+        "tokens": SAMPLED_TOKENS,
+        "significance": SIGNIFICANCE,
+        **result,
+    }
+
+
+async def _leading_after(
+    baseline: Completions, prompt: list[int], drawn: Sequence[Text], expected: Sequence[Text]
+) -> dict[tuple[int, ...], dict[int, float]]:
+    """The baseline's leading log-probabilities after every beginning of a sampled text. Those of
+    its own texts came with them; it is asked for the others."""
+    known = {
+        tuple(text.tokens[:i]): leading
+        for text in expected
+        for i, leading in enumerate(text.leading)
+    }
+    beginnings = {tuple(text.tokens[:i]) for text in drawn for i in range(len(text.tokens))}
+    missing = sorted(beginnings - known.keys())
+    asked = await asyncio.gather(
+        *(
+            baseline.complete([*prompt, *beginning], 1, leading=SCORED, temperature=1, top_p=1)
+            for beginning in missing
+        )
+    )
+    return known | {
+        beginning: text.leading[0] for beginning, text in zip(missing, asked, strict=True)
+    }

@@ -94,17 +94,24 @@ class CompletionWriter:
     def logprobs(self, index: int, completion: CompletionOutput) -> Answer:
         pairs = list(zip(completion.token_ids, completion.logprobs or (), strict=True))
         texts = [entries[token].decoded_token or "" for token, entries in pairs]
+        name = self.token_name
         start = self._offsets.get(index, 0)
         self._offsets[index] = start + len(completion.text)
         return {
-            "tokens": texts,
+            "tokens": [name(token, entries[token]) for token, entries in pairs],
             "text_offset": [*itertools.accumulate(map(len, texts), initial=start)][:-1],
             "token_logprobs": [_finite(entries[token]) for token, entries in pairs],
             "top_logprobs": [
-                {entry.decoded_token or "": _finite(entry) for entry in entries.values()}
+                {name(token, entry): _finite(entry) for token, entry in entries.items()}
                 for _, entries in pairs
             ],
         }
+
+    def token_name(self, token: int, entry: Logprob) -> str:
+        """The text of a token, which others may have too, or its id."""
+        if self.request.return_tokens_as_token_ids:
+            return f"token_id:{token}"
+        return entry.decoded_token or ""
 
     def _usage(self) -> Answer:
         prompt_tokens = sum(len(prompt.token_ids) for prompt in self.ticket.prompts)
@@ -155,10 +162,15 @@ class ChatWriter(CompletionWriter):
         content = []
         most = None if self.request.top_logprobs == -1 else self.request.top_logprobs
         for token, entries in zip(completion.token_ids, completion.logprobs or (), strict=True):
-            best = sorted(entries.values(), key=lambda entry: -entry.logprob)
-            top = [_token(entry) for entry in best[:most]]
-            content.append(_token(entries[token]) | {"top_logprobs": top})
+            best = sorted(entries.items(), key=lambda pair: -pair[1].logprob)
+            top = [self._token(*pair) for pair in best[:most]]
+            content.append(self._token(token, entries[token]) | {"top_logprobs": top})
         return {"content": content}
+
+    def _token(self, token: int, entry: Logprob) -> Answer:
+        text = entry.decoded_token or ""
+        name = self.token_name(token, entry)
+        return {"token": name, "logprob": _finite(entry), "bytes": list(text.encode())}
 
 
 class RoundTexts:
@@ -218,8 +230,3 @@ def acceptance(request: Request, most: int, detailed: bool) -> Answer:
 
 def _finite(entry: Logprob) -> float:
     return max(entry.logprob, LEAST_LOGPROB)
-
-
-def _token(entry: Logprob) -> Answer:
-    text = entry.decoded_token or ""
-    return {"token": text, "logprob": _finite(entry), "bytes": list(text.encode())}

@@ -80,6 +80,7 @@ class GenerationRequest(BaseModel):
     max_tokens: int | None = None
     logit_bias: dict[Annotated[str, Field(pattern="^[0-9]{1,18}$")], Any] = {}
     return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
     return_rounds: bool = False
     per_request_spec_decode_metrics: SpecDecodeDetail | None = None
 

@@ -19,7 +19,7 @@ EXIT_CODES = {"lossless": 0, "lossy": 1, "undecided": 3}
 
 
 def certify(
-    url: Annotated[str, typer.Argument(help="The server that drafts: any with OpenAI's API.")],
+    url: Annotated[str, typer.Argument(help="The server that drafts; it must return token ids.")],
     baseline: Annotated[
         str,
         typer.Option(
@@ -43,7 +43,7 @@ def certify(
     output: Annotated[Path | None, typer.Option(help="Where to write the certificate.")] = None,
 ) -> None:
     """Test whether a server that drafts writes what its model writes without drafts. Exit code 1:
-    it does not; 3: nothing shows that it drafted."""
+    it does not; 3: undecided, as nothing shows that it drafted."""
     from draftsmith.inference.bench.certify import Completions
     from draftsmith.inference.bench.certify import certify as certificate_of
     from draftsmith.inference.bench.load_generator import client_at
@@ -93,15 +93,12 @@ async def _client_of(model: str, dtype: str) -> AsyncIterator[AsyncOpenAI]:
 
 
 def _print(certificate: dict[str, Any], console: Console) -> None:
-    greedy, sampled = certificate["greedy"], certificate["sampled"]
-    counts = {name: greedy[name] for name in ("prompts", "tokens", "mismatches", "ties")}
-    console.print(f"{certificate['server']} against {certificate['baseline']}; greedy: {counts}")
-    for difference in greedy["differences"]:
+    """Greedy differences that are no ties, then what was tested and what not, then the verdict."""
+    console.print(f"{certificate['server']} against {certificate['baseline']}")
+    for difference in certificate["greedy"]["differences"]:
         if not difference["tie"]:
-            console.print(f"  {json.dumps(difference, ensure_ascii=False)}", markup=False)
-    count, smallest = len(sampled["tests"]), sampled["smallest_p_value"]
-    console.print(f"sampled: {count} χ² tests, smallest p-value {smallest:.2g}")
-    console.print(f"drafting: acceptance length {certificate['acceptance_length']}")
-    alone = certificate["verdict"] == "lossless" and not sampled["tested"]
-    scope = " at temperature 0; no test of samples had a degree of freedom" if alone else ""
-    console.print(certificate["verdict"] + scope, style="bold")
+            console.print(f"  {json.dumps(difference)}", markup=False)
+    for statement in certificate["scope"]["tested"]:
+        console.print(statement, markup=False)
+    console.print(f"not tested: {'; '.join(certificate['scope']['not_tested'])}", markup=False)
+    console.print(certificate["verdict"], style="bold")

@@ -117,6 +117,11 @@ def test_logprobs(client, offline, stream):
     assert len(joined["tokens"]) == 6 and joined["text_offset"][0] == 0
     assert joined["text_offset"] == sorted(joined["text_offset"])
     assert all(1 <= len(top) <= 3 for top in joined["top_logprobs"])
+    by_id = request | {"extra_body": {"return_tokens_as_token_ids": True}}
+    logprobs = client.completions.create(**by_id).choices[0].logprobs
+    assert logprobs.tokens == [f"token_id:{token}" for token in output.token_ids]
+    for entries, names in zip(output.logprobs, logprobs.top_logprobs, strict=True):
+        assert set(names) == {f"token_id:{token}" for token in entries}
     chat = {"messages": CHAT, "max_tokens": 5, "logprobs": True, "top_logprobs": 3}
     for token in client.chat.completions.create(**GREEDY, **chat).choices[0].logprobs.content:
         best = [other.logprob for other in token.top_logprobs]
