@@ -30,6 +30,7 @@ class FeatureSource(ABC):
     `waits`, and has `fetch` and `states`. Errors of `fetch` are raised where the row is used."""
 
     waits: ClassVar[bool]  # `fetch` waits for a disk or a network, and is worth beginning early
+    readers: int = 1  # rows that `fetch` is called for at once, at most, ahead of their step
 
     @property
     @abstractmethod
@@ -38,8 +39,8 @@ class FeatureSource(ABC):
 
     @abstractmethod
     def fetch(self, row: PackedRow) -> Any:
-        """What `states` needs of a row, in the host's memory. Called from one thread at a time, or
-        from the reader's and the training's at once, for different rows."""
+        """What `states` needs of a row, in the host's memory. Called from `readers` threads and
+        from the training's at once, for different rows."""
 
     @abstractmethod
     def states(self, row: PackedRow, fetched: Any) -> RowStates:
@@ -122,14 +123,14 @@ class Disk(FeatureSource):
 
 
 class ReadAhead:
-    """Fetches rows of a source in a thread of its own, in the order in which they were begun. What
-    was begun and not taken is all it holds: a caller who begins one row for each that it takes sets
-    the bound."""
+    """Fetches rows of a source in threads of its own, beginning in the order in which they were
+    begun. What was begun and not taken is all it holds: a caller who begins one row for each that
+    it takes sets the bound."""
 
     def __init__(self, source: FeatureSource) -> None:
         self.source = source
         self._coming: dict[int, Future[Any]] = {}
-        self._reader = ThreadPoolExecutor(1, thread_name_prefix="features")
+        self._readers = ThreadPoolExecutor(self.source.readers, "features")
 
     def __len__(self) -> int:
         """Rows that were begun and not taken."""
@@ -138,7 +139,7 @@ class ReadAhead:
     def begin(self, index: int, row: PackedRow) -> None:
         """Fetches row `index` as soon as those before it are there, unless it was begun."""
         if index not in self._coming:
-            self._coming[index] = self._reader.submit(self.source.fetch, row)
+            self._coming[index] = self._readers.submit(self.source.fetch, row)
 
     def take(self, index: int, row: PackedRow) -> Any:
         """What `fetch` gives of row `index`; waits for it, or for all of it if it was not begun."""
@@ -147,8 +148,8 @@ class ReadAhead:
 
     def close(self) -> None:
         """Forgets what was begun; the row that is being read is read to its end."""
-        self._reader.shutdown(wait=True, cancel_futures=True)
-        self._reader = ThreadPoolExecutor(1, thread_name_prefix="features")
+        self._readers.shutdown(wait=True, cancel_futures=True)
+        self._readers = ThreadPoolExecutor(self.source.readers, "features")
         self._coming.clear()
 
 

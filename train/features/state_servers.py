@@ -248,8 +248,10 @@ class StateServers:
     """The servers of a recipe, in turn.
 
     root: the folder that the states' folder lies in. run: as `run_name` makes it.
-    unread_bytes: of states that are under way or not yet taken by the caller, at most (but one
-    text always)."""
+    unread_bytes: of states that are under way or lie unread, at most, but one text always; and of
+    those that `of` holds for its caller, as many again.
+
+    `of` may be called from several threads at once."""
 
     def __init__(
         self,
@@ -277,12 +279,18 @@ class StateServers:
         self._numbers = itertools.count()
         self._changed = threading.Condition()
         self._closed = False
+        self._unread = 0
         self._head: Head | None = None
         self._none_since: float | None = None  # when the last server that worked failed
         self._last_failure = ""
         self._threads = ThreadPoolExecutor(
             sum(section.max_concurrency for section in sections), "hidden-states"
         )
+
+    @property
+    def capacity(self) -> int:
+        """Requests under way at once, at most."""
+        return sum(server.section.max_concurrency for server in self.servers)
 
     def check(self, head: Head) -> None:
         """Removes what an earlier start of this run left, and checks every server.
@@ -303,16 +311,16 @@ class StateServers:
         """[T, layers, H] of each text in its order, on the CPU. EndpointError as for `check`, and
         for a text that no server gives the states of."""
         pending: deque[tuple[Future[Tensor], int]] = deque()
-        unread = 0
+        held = 0
         try:
             for text in texts:
                 size = self.spec.bytes_of(len(text))
-                while pending and unread + size > self.unread_bytes:
-                    future, done = pending.popleft()
+                while pending and held + size > self.unread_bytes:
+                    future, taken = pending.popleft()
                     yield future.result()
-                    unread -= done
+                    held -= taken
                 pending.append((self._threads.submit(self._ask, text), size))
-                unread += size
+                held += size
             while pending:
                 yield pending.popleft()[0].result()
         finally:
@@ -334,8 +342,9 @@ class StateServers:
     def _ask(self, text: Sequence[int]) -> Tensor:
         """The states of one text, by whichever server has room."""
         wrong = 0
+        size = self.spec.bytes_of(len(text))
         while True:
-            server = self._take_slot()
+            server = self._take_slot(size)
             try:
                 states = self._states(server, text)
             except WrongStates as error:
@@ -357,7 +366,7 @@ class StateServers:
                 self._answered(server)
                 return states
             finally:
-                self._give_slot(server)
+                self._give_slot(server, size)
 
     def _states(self, server: StateServer, text: Sequence[int]) -> Tensor:
         """Of a server that may have been started anew since it failed, and otherwise."""
@@ -366,8 +375,9 @@ class StateServers:
             server.check(self._head, self._name())
         return server.states(text, self._name())
 
-    def _take_slot(self) -> StateServer:
-        """The server with the least under way for its room. Waits for one."""
+    def _take_slot(self, size: int) -> StateServer:
+        """The server with the least under way for its room, for states of `size` bytes. Waits for
+        one, and for room to leave them in."""
         with self._changed:
             while True:
                 if self._closed:
@@ -375,7 +385,8 @@ class StateServers:
                 now = time.monotonic()
                 usable = [server for server in self.servers if server.retry_at <= now]
                 free = [s for s in usable if s.in_flight < s.section.max_concurrency]
-                if free:
+                if free and (not self._unread or self._unread + size <= self.unread_bytes):
+                    self._unread += size
                     server = min(free, key=lambda s: s.in_flight / s.section.max_concurrency)
                     server.in_flight += 1
                     return server
@@ -389,8 +400,9 @@ class StateServers:
         next_try = min(server.retry_at for server in self.servers) - now
         return min(1.0, max(0.01, next_try))
 
-    def _give_slot(self, server: StateServer) -> None:
+    def _give_slot(self, server: StateServer, size: int) -> None:
         with self._changed:
+            self._unread -= size
             server.in_flight -= 1
             self._changed.notify_all()
 

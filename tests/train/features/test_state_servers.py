@@ -14,7 +14,12 @@ import torch
 from safetensors.torch import save_file
 
 from draftsmith.speculators.target.frozen_target import FrozenTarget
+from draftsmith.train.data.loss_mask import TokenRow
+from draftsmith.train.data.packing import PackedRow
 from draftsmith.train.features import state_servers
+from draftsmith.train.features.row_features import RowFeatures
+from draftsmith.train.features.served import Servers
+from draftsmith.train.features.source import InProcess
 from draftsmith.train.features.state_servers import StateServers
 from draftsmith.train.features.states_spec import StatesSpec
 from draftsmith.train.recipe.data_sections import EndpointSection
@@ -129,6 +134,25 @@ def test_states_are_those_of_the_texts_in_their_order_and_no_file_stays(
     assert_right(servers(A, B).of(TEXTS), target)
     assert all(len(fake.asked) > 1 for fake in fakes.values())
     assert not list(tmp_path.glob("*/*"))
+
+
+def test_rows_from_servers_have_the_features_of_the_target(servers, fakes, target):
+    """Packed texts, read ahead in several threads."""
+    rows = [
+        PackedRow.of(*(TokenRow(text, [True] * len(text)) for text in TEXTS[i : i + 3]))
+        for i in range(0, 12, 3)
+    ]
+    steps = ([0, 1], [3, 2])
+    expected = [RowFeatures(InProcess(target), rows).of(indices) for indices in steps]
+    features = RowFeatures(Servers(servers(A, B), target), rows)
+    features.begin(range(len(rows)))
+    for indices, theirs in zip(steps, expected, strict=True):
+        ours = features.of(indices)
+        inside = ours.segment_ids >= 0
+        for name in ("taps", "last_hidden"):
+            pair = (getattr(features, name)[inside] for features in (ours, theirs))
+            torch.testing.assert_close(*pair, atol=1e-4, rtol=1e-4)
+    assert not len(features.ahead)
 
 
 def test_no_more_than_the_stated_bytes_lie_unread(servers, fakes, spec, tmp_path):
