@@ -11,10 +11,10 @@ import torch
 from draftsmith.inference.vllm_bridge.hidden_states import CONNECTORS, HiddenStates
 from draftsmith.inference.vllm_bridge.vllm_engine import VllmError
 from draftsmith.speculators.target.frozen_target import FrozenTarget
+from draftsmith.train.features.served import features_of_states
 from draftsmith.train.features.serving_args import serving_args
 from draftsmith.train.features.state_servers import StateServers
 from draftsmith.train.features.states_spec import StatesSpec
-from draftsmith.train.pipeline.features_stage import features_of_states
 from draftsmith.train.recipe.data_sections import EndpointSection
 from draftsmith.train.recipe.recipe import Recipe
 from tests.vllm.conftest import PROMPTS

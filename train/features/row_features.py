@@ -61,6 +61,11 @@ class RowFeatures:
             if index not in self._kept:
                 self.ahead.begin(index, self.rows[index])
 
+    def close(self) -> None:
+        """Ends the reading ahead, and closes the source."""
+        self.ahead.close()
+        self.source.close()
+
     def take_waited(self) -> float:
         """The seconds that `of` has waited for its source since the last call."""
         waited = self._waited

@@ -19,7 +19,7 @@ MOST_READERS = 32
 class Servers(FeatureSource):
     """Each text of a row is a request of its own.
 
-    servers: checked; closed by whoever made them. head: norms the states before the final norm."""
+    servers: checked; closed with the source. head: norms the states before the final norm."""
 
     waits = True
 
@@ -31,6 +31,9 @@ class Servers(FeatureSource):
     @property
     def device(self) -> torch.device:
         return self.head.device
+
+    def close(self) -> None:
+        self.servers.close()
 
     def fetch(self, row: PackedRow) -> list[Tensor]:
         """The states of the row's texts, [L_i, layers, H] each. EndpointError: nobody has them."""

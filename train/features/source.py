@@ -46,6 +46,10 @@ class FeatureSource(ABC):
     def states(self, row: PackedRow, fetched: Any) -> RowStates:
         """Taps and last hidden states of a row, on the device."""
 
+    def close(self) -> None:
+        """Frees what the source has open."""
+        return
+
     def of(self, rows: Sequence[PackedRow], batch: dict[str, Any]) -> TargetFeatures:
         """The features of rows; `batch`: these rows, collated."""
         return joined([self.states(row, self.fetch(row)) for row in rows], batch)

@@ -28,6 +28,7 @@ import openai
 import torch
 from hs_connectors import FP8Transfer, HiddenStatesTransfer
 from hs_connectors.transfer import wait_for_lock
+from openai import OpenAI
 from rich.filesize import decimal as size_text
 from safetensors import SafetensorError
 from torch import Tensor
@@ -93,7 +94,7 @@ class StateServer:
         self.retry_at = 0.0
         self.checked = False
         self._transfer = transfer
-        self._client = openai.OpenAI(
+        self._client = OpenAI(
             base_url=self.url, api_key=api_key(section, WHERE), timeout=TIMEOUT_S, max_retries=0
         )
 

@@ -29,6 +29,7 @@ from draftsmith.train.features.cache import (
     texts_of,
 )
 from draftsmith.train.features.row_features import RowFeatures
+from draftsmith.train.features.served import Servers, features_of_states
 from draftsmith.train.features.source import Disk, FeatureSource, InProcess
 from draftsmith.train.features.state_servers import StateServers, run_name
 from draftsmith.train.features.states_spec import StatesSpec, states_root
@@ -63,58 +64,81 @@ def training_features(
     stages: Stages,
     reads_start_text: bool = False,
 ) -> RowFeatures:
-    """The features of the training rows; with `mode: cache` from the disk, once all are there. The
-    head then has its states from there too, unless the decoder stays. `reads_start_text`: of the
-    drafter that is made next."""
+    """The features of the training rows: from the disk, once all are there (`mode: cache`), from
+    running servers, or computed here. Unless the decoder stays, the head has the states that are
+    replayed from the disk. `reads_start_text`: of the drafter that is made next."""
+    section = recipe.features
     source: FeatureSource
-    if recipe.features.mode == "cache":
-        if not is_shared(accelerator, _root(recipe)):
-            raise ConfigError(
-                f"{_root(recipe)} is another folder on another machine; give one on a disk that all"
-                " of them see, or set features.mode: online",
-                where="features.dir",
-            )
+    if section.mode == "online" and not section.endpoints:
+        source = InProcess(target.whole())
+    else:
         wanted = wanted_features(recipe, target, data, reads_start_text)
-        accelerator.wait_for_everyone()  # so that all find the same texts missing
-        part = accelerator.process_index, accelerator.num_processes
-        started_here = recipe.features.engine == "vllm" and not recipe.features.endpoints
-        if started_here:  # vLLM takes all devices, in the first process
-            part = (0, 1)
-        if not started_here or accelerator.is_main_process:
-            fill(recipe, target, wanted, stages, part)
-        accelerator.wait_for_everyone()
-        for cache, _ in wanted:
-            cache.scan()
-        source = Disk(wanted[0][0], target.head.device)
+        _fill_together(recipe, target, wanted, accelerator, stages)
         if not target.stays:
             target.head.source = Disk(wanted[-1][0], target.head.device).features
-    else:
-        source = InProcess(target.whole())
+        if section.mode == "cache":
+            source = Disk(wanted[0][0], target.head.device)
+        else:
+            source = Servers(
+                open_servers(recipe, target.head, accelerator.process_index, stages), target.head
+            )
     keep_bytes = recipe.training.keep_features_gb * 2**30
     pad = data.tokenizer.tokenizer.pad_token_id or 0
     return RowFeatures(source, data.rows, pad_token_id=pad, keep_bytes=keep_bytes)
 
 
+def _fill_together(
+    recipe: Recipe, target: FeatureTarget, wanted: Wanted, accelerator: Accelerator, stages: Stages
+) -> None:
+    """Fills the caches by all processes, or by the first one where vLLM takes all devices."""
+    if wanted and not is_shared(accelerator, _root(recipe)):
+        raise ConfigError(
+            f"{_root(recipe)} is another folder on another machine; give one on a disk that all"
+            " of them see",
+            where="features.dir",
+        )
+    accelerator.wait_for_everyone()  # so that all find the same texts missing
+    part = accelerator.process_index, accelerator.num_processes
+    started_here = recipe.features.engine == "vllm" and not recipe.features.endpoints
+    if started_here:
+        part = (0, 1)
+    if not started_here or accelerator.is_main_process:
+        fill(recipe, target, wanted, stages, part)
+    accelerator.wait_for_everyone()
+    for cache, _ in wanted:
+        cache.scan()
+
+
 def wanted_features(
     recipe: Recipe, target: FeatureTarget, data: TrainingData, reads_start_text: bool
 ) -> Wanted:
-    """The texts of the training rows in the recipe's encoding. Where no decoder stays, also those
-    that are replayed, which have to be exact: held-out texts, and that of a drafter's start."""
-    training = open_cache(recipe, target.head, data, recipe.features.encoding).scan()
-    rows = list(data.rows)
+    """The texts of the training rows in the recipe's encoding, with `mode: cache`. Where no decoder
+    stays, also those that are replayed, which have to be exact: held-out texts, and that of a
+    drafter's start."""
+    encoding = recipe.features.encoding
+    training: Wanted = []
+    if recipe.features.mode == "cache":
+        training.append((open_cache(recipe, target.head, data, encoding).scan(), list(data.rows)))
     if target.stays:
-        return [(training, rows)]
-    replayed = [
+        return training
+    replayed = _replayed_rows(target, data, reads_start_text)
+    if training and encoding == EXACT:
+        return [(training[0][0], training[0][1] + replayed)]
+    return [*training, (open_cache(recipe, target.head, data, EXACT).scan(), replayed)]
+
+
+def _replayed_rows(
+    target: FeatureTarget, data: TrainingData, reads_start_text: bool
+) -> list[PackedRow]:
+    rows = [
         PackedRow.of(TokenRow.from_response(response.prompt_ids, response.output_ids, ""))
         for responses in data.held_out.values()
         for response in responses
     ]
     if reads_start_text:
         ids = target.head.start_text()[0].cpu().numpy()
-        replayed.append(PackedRow.of(TokenRow(ids, ids < 0)))
-    if recipe.features.encoding == EXACT:
-        return [(training, rows + replayed)]
-    return [(training, rows), (open_cache(recipe, target.head, data, EXACT).scan(), replayed)]
+        rows.append(PackedRow.of(TokenRow(ids, ids < 0)))
+    return rows
 
 
 def _root(recipe: Recipe) -> Path:
@@ -233,21 +257,30 @@ def _from_servers(
 ) -> Generator[Text]:
     """Every text is a request of its own to running vLLM servers."""
     texts = _token_ids(rows, absent)
-    section = recipe.features
-    with closing(
-        StateServers(
-            section.endpoints,
-            StatesSpec.of_recipe(recipe, target.tap_layers, target),
-            root=states_root(section.states_dir),
-            run=run_name(recipe.output_dir, process),
-            unread_bytes=section.unread_gb * 1e9,
-            say=stages.say,
-        )
-    ) as servers:
-        servers.check(target)
+    with closing(open_servers(recipe, target, process, stages)) as servers:
         states = servers.of([ids for _, ids in texts])
         for (text, _), state in zip(texts, states, strict=True):
             yield text, *features_of_states(target, state)
+
+
+def open_servers(recipe: Recipe, head: TargetHead, process: int, stages: Stages) -> StateServers:
+    """The recipe's servers, for one of its processes. EndpointError: they give something else, or
+    none answers."""
+    section = recipe.features
+    servers = StateServers(
+        section.endpoints,
+        StatesSpec.of_recipe(recipe, head.tap_layers, head),
+        root=states_root(section.states_dir),
+        run=run_name(recipe.output_dir, process),
+        unread_bytes=section.unread_gb * 1e9,
+        say=stages.say,
+    )
+    try:
+        servers.check(head)
+    except BaseException:
+        servers.close()
+        raise
+    return servers
 
 
 def _token_ids(rows: Sequence[PackedRow], absent: set[bytes]) -> list[tuple[bytes, list[int]]]:
@@ -276,10 +309,3 @@ def _from_vllm(
             batch = [texts[i] for i in members]
             for (text, _), states in zip(batch, engine.of([ids for _, ids in batch]), strict=True):
                 yield text, *features_of_states(target, states)
-
-
-def features_of_states(target: TargetHead, states: Tensor) -> tuple[Tensor | None, Tensor]:
-    """Residual streams [L, layers, H] of taps and before the final norm -> taps [L, n·H], last."""
-    states = states.to(target.device, target.dtype)
-    taps = states if target.num_layers in target.tap_layers else states[:, :-1]
-    return taps.flatten(1) if target.tap_layers else None, target.final_norm(states[:, -1])

@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 from collections.abc import Hashable, Sequence
+from contextlib import closing
 from pathlib import Path
 
 import torch
@@ -169,7 +170,9 @@ def train(recipe: Recipe, accelerator: Accelerator, stages: Stages, as_given: st
         stages.say(f"      {trainer.training.describe()}")
         if as_given and accelerator.is_main_process and not later:
             write_whole(Path(recipe.output_dir) / RECIPE, as_given)
-        state = _train_stage(trainer, stages, f"train {recipe.family}{f': {name}' if name else ''}")
+        title = f"train {recipe.family}{f': {name}' if name else ''}"
+        with closing(features):
+            state = _train_stage(trainer, stages, title)
     assert drafter is not None  # a recipe has at least one stage
     return Trained(drafter, state, tokenizer, data.held_out, trainer.joint)
 

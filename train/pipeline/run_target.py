@@ -20,10 +20,10 @@ from draftsmith.train.recipe.recipe import Recipe
 class RunTarget:
     """The target that a run trains a drafter for.
 
-    Where features come from the disk, the training needs embedding, final norm and output head
-    alone (`head`). The whole is loaded when a response or a feature is missing that this process
-    has to write (`whole`), and is gone when they are there (`release`). A run whose training
-    computes or decodes with the target has it from its start to its end (`stays`)."""
+    Where features come from the disk or from servers, the training needs embedding, final norm and
+    output head alone (`head`). The whole is loaded when a response or a feature is missing that
+    this process has to write (`whole`), and is gone when they are there (`release`). A run whose
+    training computes or decodes with the target has it from its start to its end (`stays`)."""
 
     def __init__(
         self, recipe: Recipe, accelerator: Accelerator, tap_layers: Sequence[int], stages: Stages

@@ -216,10 +216,10 @@ class Recipe(Section):
         """True if the training itself runs the target's decoder, or copies its layers; else it
         needs the target's embedding, final norm and output head alone."""
         copies_layers = getattr(self.drafter, "from_target", None) is not None
-        return copies_layers or any(
-            part.features.mode == "online" or part.joint is not None or part.on_policy is not None
-            for _, part in self.training_stages()
-        )
+        parts = [part for _, part in self.training_stages()]
+        computes = any(p.features.mode == "online" and not p.features.endpoints for p in parts)
+        decodes = any(p.joint is not None or p.on_policy is not None for p in parts)
+        return copies_layers or computes or decodes
 
     @property
     def writes_with_decoder(self) -> bool:

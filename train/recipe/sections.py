@@ -374,6 +374,9 @@ class FeaturesSection(Section):
     def _servers_are_vllm(self) -> FeaturesSection:
         if self.endpoints and self.engine != "vllm":
             raise ValueError("endpoints: these are vLLM servers; set features.engine: vllm")
-        if self.engine == "vllm" and self.mode == "online":
-            raise ValueError("engine: vllm fills a cache; set features.mode: cache")
+        if self.engine == "vllm" and self.mode == "online" and not self.endpoints:
+            raise ValueError(
+                "engine: vllm gives features step by step at servers alone; name them in"
+                " features.endpoints, or set features.mode: cache"
+            )
         return self

@@ -252,6 +252,8 @@ def fingerprint(recipe: Recipe, target_hash: str, before: str, data_hash: str) -
         parts.append(recipe.evaluation.num_speculative_tokens)
     if recipe.features.mode == "cache":
         parts += [recipe.features.engine, recipe.features.encoding]
+    elif recipe.features.engine == "vllm" and recipe.features.endpoints:
+        parts.append(recipe.features.engine)
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 

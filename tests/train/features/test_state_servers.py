@@ -3,12 +3,6 @@ where servers fail, answer otherwise or are killed."""
 
 from __future__ import annotations
 
-import json
-import threading
-from pathlib import Path
-
-import httpx
-import openai
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -16,7 +10,6 @@ from safetensors.torch import save_file
 from draftsmith.speculators.target.frozen_target import FrozenTarget
 from draftsmith.train.data.loss_mask import TokenRow
 from draftsmith.train.data.packing import PackedRow
-from draftsmith.train.features import state_servers
 from draftsmith.train.features.row_features import RowFeatures
 from draftsmith.train.features.served import Servers
 from draftsmith.train.features.source import InProcess
@@ -25,57 +18,11 @@ from draftsmith.train.features.states_spec import StatesSpec
 from draftsmith.train.recipe.data_sections import EndpointSection
 from draftsmith.train.recipe.endpoints import EndpointError
 from tests.support.errors import raises_at
+from tests.support.state_server import FakeServer, connect, states_of
 
 A, B = "http://a/v1", "http://b/v1"
 TAPS = (1, 2)
-ONE_AT_A_TIME = threading.Lock()  # a target runs one forward
 TEXTS = [[5 + (i * 7 + n) % 90 for n in range(3 + i % 5)] for i in range(24)]
-
-
-class FakeServer:
-    """Answers as vLLM does, with the states of a target.
-
-    `spoil(tensors, path)`: changes what is written; `status`: of all answers; `fields`: changes of
-    the answer."""
-
-    def __init__(self, target: FrozenTarget, folder: Path) -> None:
-        self.target = target
-        self.folder = folder
-        self.status = 200
-        self.limit = 64
-        self.spoil = lambda tensors, path: tensors
-        self.fields = lambda answer: answer
-        self.unread = lambda: None
-        self.asked: list[list[int]] = []
-
-    def __call__(self, request: httpx.Request) -> httpx.Response:
-        if self.status != 200:
-            return httpx.Response(self.status, json={"error": {"message": "no"}})
-        if request.url.path == "/v1/models":
-            card = {"id": "target", "object": "model", "created": 0, "owned_by": "vllm"}
-            card["max_model_len"] = self.limit
-            return httpx.Response(200, json={"object": "list", "data": [card]})
-        body = json.loads(request.content)
-        self.asked.append(body["prompt"])
-        states, token = states_of(self.target, body["prompt"])
-        path = self.folder / f"cmpl-{request.headers['X-Request-Id']}-0-ab.safetensors"
-        self.folder.mkdir(parents=True, exist_ok=True)
-        tensors = {"hidden_states": states, "token_ids": torch.tensor(body["prompt"])}
-        if (tensors := self.spoil(tensors, path)) is not None:
-            save_file({name: t.contiguous() for name, t in tensors.items()}, path)
-        self.unread()
-        choice = {"index": 0, "text": "", "finish_reason": "length", "token_ids": [token]}
-        answer = {"id": "1", "object": "text_completion", "created": 0, "model": "target"}
-        answer |= {"choices": [choice], "kv_transfer_params": {"hidden_states_path": str(path)}}
-        return httpx.Response(200, json=self.fields(answer))
-
-
-def states_of(target: FrozenTarget, text: list[int]) -> tuple[torch.Tensor, int]:
-    """The taps of a text [T, 3, H], and the greedy token after it."""
-    with ONE_AT_A_TIME:
-        taps, last = target(torch.tensor([text]))
-    states = taps[0].unflatten(-1, (len(TAPS) + 1, -1))
-    return states.contiguous(), int(target.logits(last[0, -1]).argmax())
 
 
 @pytest.fixture(scope="module")
@@ -93,13 +40,7 @@ def spec(target) -> StatesSpec:
 def fakes(target, spec, tmp_path, monkeypatch):
     """Two servers, at A and B, that write to one folder."""
     by_url = {url: FakeServer(target, tmp_path / spec.label) for url in (A, B)}
-    real = openai.OpenAI
-
-    def client(base_url, **options):
-        http = httpx.Client(transport=httpx.MockTransport(by_url[base_url]))
-        return real(base_url=base_url, http_client=http, **options)
-
-    monkeypatch.setattr(state_servers.openai, "OpenAI", client)
+    connect(monkeypatch, by_url)
     return by_url
 
 

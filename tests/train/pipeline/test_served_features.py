@@ -1,0 +1,83 @@
+"""A training whose features come from servers: no decoder here, and the weights of one that reads
+the same states from the disk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+
+from draftsmith.inference.progress import Stages
+from draftsmith.speculators.target.frozen_target import FrozenTarget
+from draftsmith.train.features.states_spec import StatesSpec
+from draftsmith.train.pipeline.export_stage import Trained
+from draftsmith.train.pipeline.run import train
+from draftsmith.train.recipe.recipe import Recipe
+from draftsmith.train.trainer.trainer import EXPECTED
+from tests.quickstart_data import source as quickstart
+from tests.support.state_server import FakeServer, connect
+from tests.support.targets import copy_tokenizer, save_target
+from tests.support.training import assert_equal, recipe_of
+
+A, B = "http://a/v1", "http://b/v1"
+TAPS = [1, 2, 3]
+
+
+@pytest.fixture(scope="module")
+def target_folder(tmp_path_factory) -> Path:
+    sizes = {"vocab_size": 4096, "max_position_embeddings": 512, "eos_token_id": 2}
+    folder = save_target(tmp_path_factory.mktemp("target"), num_hidden_layers=4, **sizes)
+    copy_tokenizer(folder)
+    return folder
+
+
+def recipe_in(folder: Path, target: Path, **features: Any) -> Recipe:
+    return recipe_of(
+        "eagle3",
+        target={"model": str(target), "dtype": "float32"},
+        output_dir=str(folder / "run"),
+        data={
+            "train": [quickstart("train", 6)],
+            "validation": [quickstart("validation", 2)],
+            "max_length": 128,
+        },
+        drafter={"unroll_steps": 2, "draft_vocab_size": 256, "tap_layers": TAPS},
+        regenerate={"max_new_tokens": 4},
+        features={"engine": "vllm", "endpoints": [A, B], "states_dir": str(folder)} | features,
+        training={"steps": 100, "batch_size": 1, "eval_every": 50, "mixed_precision": "no"},
+        evaluation={"max_tokens": 4, "num_speculative_tokens": 2},
+    )
+
+
+@pytest.fixture
+def run(target_folder, tmp_path, monkeypatch):
+    """run(name, **features) -> the trained head; servers A and B give the states."""
+    target = FrozenTarget.from_pretrained(str(target_folder), tap_layers=[*TAPS, 4])
+
+    def run(name: str, **features: Any) -> Trained:
+        folder = tmp_path / name
+        recipe = recipe_in(folder, target_folder, **features)
+        label = StatesSpec.of_recipe(recipe, TAPS, target).label
+        fakes = {url: FakeServer(target, folder / label) for url in (A, B)}
+        connect(monkeypatch, fakes)
+        run.fakes = fakes
+        torch.manual_seed(0)
+        return train(recipe, Accelerator(cpu=True), Stages(enabled=False))
+
+    return run
+
+
+@pytest.mark.slow
+def test_states_through_a_server_and_through_the_disk_give_the_same_weights(run, tmp_path):
+    served = run("served", mode="online")
+    weights = {name: tensor.clone() for name, tensor in served.drafter.state_dict().items()}
+    figures = [(record["loss"], record.get(EXPECTED)) for record in served.state.history]
+    assert not list((tmp_path / "served").glob("*/*.safetensors*"))
+    from_disk = run("disk", mode="cache", encoding="exact")
+    assert_equal(from_disk.drafter.state_dict(), weights)
+    again = [(record["loss"], record.get(EXPECTED)) for record in from_disk.state.history]
+    assert again == figures
+    assert figures[-1][1] >= 1
