@@ -1,5 +1,5 @@
-"""`draftsmith prepare`: a recipe's data before anything is trained on it: counts, lengths, what is
-left out, and a sample with its mask.
+"""`draftsmith prepare`: a recipe's data before anything is trained on it: a sample with its mask or
+its prompt, counts, lengths, and what is left out.
 
 Examples are read and tokenised as a run does it; torch is imported when the command runs.
 """
@@ -7,6 +7,7 @@ Examples are read and tokenised as a run does it; torch is imported when the com
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -19,10 +20,15 @@ from draftsmith.speculators.errors import ConfigError, DataError
 from draftsmith.train.commands.options import Overrides, RecipeFile
 
 if TYPE_CHECKING:
+    from draftsmith.train.data.bad_rows import BadRows
     from draftsmith.train.data.loss_mask import ConversationTokenizer
+    from draftsmith.train.data.prepare import Prepared
     from draftsmith.train.data.sources import Example
+    from draftsmith.train.recipe.recipe import Recipe
 
-ELIDED = 300  # characters shown at either end of a long stretch without supervision
+SAMPLE = 200  # examples whose tokens are counted, where the responses are not written yet
+ELIDED = 200  # characters shown at either end of a long stretch of text
+STRETCHES = 4  # of a conversation that are shown, the last ones
 QUANTILES = {"min": 0.0, "median": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
 CONTROL = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {127: "␡"}
 
@@ -36,43 +42,28 @@ def prepare(
     validation: Annotated[
         bool, typer.Option("--validation", help="Look at data.validation instead.")
     ] = False,
+    full: Annotated[
+        bool, typer.Option("--full", help="Show the whole of the example, not its end.")
+    ] = False,
 ) -> None:
-    """Read a recipe's data as a run would: counts, lengths, what is left out and why, a mask."""
-    from draftsmith.train.data.packing import prepare_rows
-    from draftsmith.train.data.prepare import (
-        Prepared,
-        askable,
-        bad_rows,
-        run_tokenizer,
-        training_examples,
-    )
-    from draftsmith.train.data.sources import load_sources
+    """Read a recipe's data as a run would: a mask, counts, lengths, what is left out and why."""
+    from draftsmith.train.data.prepare import bad_rows, run_tokenizer
     from draftsmith.train.recipe.load import load_recipe
 
     checked, console = load_recipe(recipe, overrides or ()), Console(highlight=False)
-    data, folder = checked.data, Path(checked.output_dir)
-    bad = bad_rows(data, folder, use="validation" if validation else "")
+    use = "validation" if validation else ""
+    bad = bad_rows(checked.data, Path(checked.output_dir), use=use)
     most = bad.max_share
     bad.stop, bad.max_share = False, 1.0  # all are shown, where a run may stop at the first
     tokenizer = run_tokenizer(checked, checked.target.load_tokenizer(), keep=True)
     with Stages(console=Console(stderr=True)).stage("read and tokenise"):
-        if validation:
-            prepared = Prepared(load_sources(data.validation, bad=bad), bad)
-        else:
-            prepared = training_examples(checked, bad, folder)
-        if checked.regenerate.enabled:
-            examples = askable(prepared.examples, tokenizer, bad)
-            lengths = [len(tokenizer.prompt_ids(example)) for example in examples]
-            what = f"{len(examples):,} prompts, whose responses the target is to write"
-            if too_long := sum(length > data.max_length - 2 for length in lengths):
-                what += f"; {too_long:,} leave no room in data.max_length"
-        else:
-            rows, statistics = prepare_rows(
-                prepared.examples, tokenizer, max_length=data.max_length, bad=bad
-            )
-            lengths, what = list(map(len, rows)), str(statistics)
+        prepared, lengths, what = _read(checked, tokenizer, bad, validation)
     if sample >= len(prepared.examples):
         raise ConfigError(f"there are {len(prepared.examples)}", where=f"--sample {sample}")
+    example = prepared.examples[sample]
+    console.print(Text(f"{example.origin}, {example.workload}", style="bold"))
+    show = print_prompt if checked.regenerate.enabled or validation else print_rows
+    show(console, example, tokenizer, full)
     workloads = Counter(example.workload for example in prepared.examples)
     console.print(", ".join(f"{name}: {count:,}" for name, count in workloads.items()), style="dim")
     console.print(f"{len(prepared.examples):,} examples: {what}")
@@ -81,32 +72,105 @@ def prepare(
     console.print("tokens: " + ", ".join(f"{name} {count:,}" for name, count in at.items()))
     for text in filter(None, (str(prepared), str(bad))):
         console.print(Text(text.translate(CONTROL)))
-    print_sample(console, prepared.examples[sample], tokenizer)
-    if bad.reasons and data.on_bad_row == "error":
+    if checked.regenerate.enabled and not validation:
+        console.print(supervision(checked, prepared.examples, tokenizer))
+    if bad.reasons and checked.data.on_bad_row == "error":
         raise DataError(f"error stops the run: {bad}", where="data.on_bad_row")
     bad.max_share = most
     bad.check_share()
 
 
-def print_sample(console: Console, example: Example, tokenizer: ConversationTokenizer) -> None:
-    """The rows of an example, supervised text green; the prompt alone if it has no row."""
+def _read(
+    recipe: Recipe, tokenizer: ConversationTokenizer, bad: BadRows, validation: bool
+) -> tuple[Prepared, list[int], str]:
+    """The examples, the tokens of each prompt or row, and what these are."""
+    from draftsmith.train.data.packing import prepare_rows
+    from draftsmith.train.data.prepare import Prepared, askable, training_examples
+    from draftsmith.train.data.sources import load_sources
+
+    data = recipe.data
+    if validation:
+        prepared = Prepared(load_sources(data.validation, bad=bad), bad)
+    else:
+        prepared = training_examples(recipe, bad, Path(recipe.output_dir))
+    if not (recipe.regenerate.enabled or validation):
+        rows, statistics = prepare_rows(
+            prepared.examples, tokenizer, max_length=data.max_length, bad=bad
+        )
+        return prepared, list(map(len, rows)), str(statistics)
+    examples = askable(prepared.examples, tokenizer, bad)
+    lengths = [len(tokenizer.prompt_ids(example)) for example in examples]
+    what = f"{len(examples):,} prompts, whose responses the target is to write"
+    if too_long := sum(length > data.max_length - 2 for length in lengths):
+        what += f"; {too_long:,} leave no room in data.max_length"
+        if recipe.regenerate.turns == "last":
+            what += " (an earlier turn is answered, if there is one)"
+    return prepared, lengths, what
+
+
+def supervision(
+    recipe: Recipe, examples: Sequence[Example], tokenizer: ConversationTokenizer
+) -> str:
+    """The share of tokens that a run supervises, where the target writes the responses."""
+    from draftsmith.train.planner.token_counts import expected_tokens
+
+    sample = examples[:: max(len(examples) // SAMPLE, 1)]
+    counts = [expected_tokens(recipe, tokenizer, example) for example in sample]
+    tokens = sum(count for count, _ in counts)
+    supervised = sum(count for _, count in counts)
+    which = "last response" if recipe.regenerate.turns == "last" else "responses"
+    return (
+        f"supervised: the target's own {which} alone, about {supervised / max(tokens, 1):.0%} of"
+        " the tokens if it writes as much as the data has"
+    )
+
+
+def print_prompt(
+    console: Console, example: Example, tokenizer: ConversationTokenizer, full: bool
+) -> None:
+    """The prompt that the target answers, and the place of its response."""
+    from draftsmith.train.data.bad_rows import BadRow
+
+    try:
+        ids = tokenizer.prompt_ids(example)
+    except BadRow as error:
+        console.print(Text(f"no prompt: {error.what}".translate(CONTROL), style="dim"))
+        return
+    text = Text(_shown(str(tokenizer.tokenizer.decode(ids)), full), style="dim")
+    console.print(text.append("[here the target writes its response]", style="green"))
+    console.print(f"a prompt of {len(ids):,} tokens", style="dim")
+
+
+def print_rows(
+    console: Console, example: Example, tokenizer: ConversationTokenizer, full: bool
+) -> None:
+    """The rows of an example, supervised text green; the last one's end, unless `full`."""
     import numpy as np
 
     from draftsmith.train.data.bad_rows import BadRow
 
     try:
-        rows = [(row.input_ids, row.loss_mask) for row in tokenizer.rows(example)]
-    except BadRow:
-        ids = np.asarray(tokenizer.prompt_ids(example))
-        rows = [(ids, np.zeros(len(ids), dtype=bool))]
-    console.print(Text(f"{example.origin}, {example.workload}", style="bold"))
-    for ids, mask in rows:
+        rows = tokenizer.rows(example)
+    except BadRow as error:
+        console.print(Text(f"no row: {error.what}".translate(CONTROL), style="dim"))
+        return
+    for row in rows if full else rows[-1:]:
+        ids, mask = row.input_ids, row.loss_mask
         text = Text()
-        for part in np.split(np.arange(len(ids)), np.flatnonzero(np.diff(mask)) + 1):
-            words, supervised = str(tokenizer.tokenizer.decode(ids[part])), mask[part[0]]
-            if not supervised and len(words) > 2 * ELIDED:
-                words = f"{words[:ELIDED]} […] {words[-ELIDED:]}"
-            # control characters as pictures, so that a terminal obeys none
-            text.append(words.translate(CONTROL), style="green" if supervised else "dim")
+        parts = np.split(np.arange(len(ids)), np.flatnonzero(np.diff(mask)) + 1)
+        if not full and len(parts) > STRETCHES:
+            text.append(f"[{len(parts) - STRETCHES} stretches before; --full shows them] ")
+            parts = parts[-STRETCHES:]
+        for part in parts:
+            words = _shown(str(tokenizer.tokenizer.decode(ids[part])), full)
+            text.append(words, style="green" if mask[part[0]] else "dim")
         console.print(text)
         console.print(f"{mask.sum()} of {len(ids)} tokens are supervised (green)", style="dim")
+
+
+def _shown(text: str, full: bool) -> str:
+    """The text, its middle left out unless `full`. Control characters are pictures, so that a
+    terminal obeys none."""
+    if not full and len(text) > 2 * ELIDED:
+        text = f"{text[:ELIDED]} […] {text[-ELIDED:]}"
+    return text.translate(CONTROL)

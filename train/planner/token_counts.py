@@ -52,7 +52,7 @@ def count_tokens(recipe: Recipe, examples: int | None = None) -> list[TokenCount
             counts.append(_assumed(recipe, source, number, note))
             continue
         sample = rows[:: max(len(rows) // SAMPLE, 1)][:SAMPLE]
-        lengths = [_lengths(recipe, conversations, example) for example in sample]
+        lengths = [expected_tokens(recipe, conversations, example) for example in sample]
         scale = number / max(len(sample), 1)
         tokens = round(scale * sum(length for length, _ in lengths))
         supervised = round(scale * sum(count for _, count in lengths))
@@ -60,7 +60,7 @@ def count_tokens(recipe: Recipe, examples: int | None = None) -> list[TokenCount
     return counts
 
 
-def _lengths(
+def expected_tokens(
     recipe: Recipe, conversations: ConversationTokenizer, example: Example
 ) -> tuple[int, int]:
     """Tokens of an example, and those that are supervised. A response still to be written is as
@@ -74,7 +74,7 @@ def _lengths(
         rows = conversations.rows(example)
     except BadRow:
         rows = []
-    if not recipe.regenerate.enabled:
+    if not recipe.regenerate.enabled or (rows and recipe.regenerate.turns == "all"):
         masks = [row.loss_mask[:longest] for row in rows]
         return sum(map(len, masks)), sum(int(mask.sum()) for mask in masks)
     response = min(len(rows[-1]) - prompt if rows else written, written)

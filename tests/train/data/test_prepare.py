@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,44 @@ def test_prompts_and_held_out_texts_can_be_looked_at_too(recipe_file, tmp_path):
     assert code == 0 and "1 prompts" in output and "Say hello." in output
     assert "no assistant turn" in refused("prepare", recipe_file, override)
     assert "6 examples" in call("prepare", recipe_file, "--validation")[1]
+
+
+def test_prepare_of_responses_to_be_written_says_what_the_run_supervises(recipe_file, tmp_path):
+    """Those of the data are not trained on, so none of them is shown as supervised."""
+    turns = [
+        {"role": "user", "content": "Say a word."},
+        {"role": "assistant", "content": "Platypus."},
+        {"role": "user", "content": "Say another."},
+        {"role": "assistant", "content": "Aardvark."},
+    ]
+    path = tmp_path / "chats.jsonl"
+    path.write_text(json.dumps({"messages": turns}) + "\n")
+    options = (recipe_file, f"data.train=[{{path: {path}}}]", "regenerate.enabled=true")
+    output = call("prepare", *options)[1]
+    assert "Platypus" in output and "Aardvark" not in output and "(green)" not in output
+    share = re.search(r"the target's own last response alone, about (\d+)%", output)
+    every = re.search(
+        r"the target's own responses alone, about (\d+)%",
+        call("prepare", *options, "regenerate.turns=all")[1],
+    )
+    assert 0 < int(share[1]) < int(every[1]) < 100
+
+
+@pytest.mark.parametrize("regenerate", ["true", "false"])
+def test_prepare_shows_the_end_of_a_sample_and_then_its_counts(recipe_file, tmp_path, regenerate):
+    """The whole on request."""
+    turns = [
+        {"role": "user", "content": "First. " + "word " * 400 + "Middle. " + "word " * 400},
+        {"role": "assistant", "content": "So be it. " * 100},
+    ]
+    path = tmp_path / "chats.jsonl"
+    path.write_text(json.dumps({"messages": turns * 6}) + "\n")
+    options = (f"data.train=[{{path: {path}}}]", f"regenerate.enabled={regenerate}")
+    long = "data.max_length=20000"
+    output = call("prepare", recipe_file, *options, long)[1]
+    assert len(output) < 4000 and "Middle" not in output
+    assert output.index("word") < output.index("1 examples:") < output.index("tokens: min")
+    assert "Middle" in call("prepare", recipe_file, *options, long, "--full")[1]
 
 
 def test_terminals_obey_nothing_that_a_text_says(recipe_file, tmp_path):
