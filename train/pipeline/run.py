@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import set_seed
+from accelerate.utils import gather_object, set_seed
 
 from draftsmith.inference.evaluation.expected_acceptance import expected_acceptance
 from draftsmith.inference.evaluation.suites import load_suite
@@ -161,7 +161,7 @@ def train(recipe: Recipe, accelerator: Accelerator, stages: Stages, as_given: st
             accelerator=accelerator,
             folder=folder,
             fingerprint=previous,
-            evaluate=_evaluation(part, target.head, data.held_out),
+            evaluate=_evaluation(part, target.head, data.held_out, accelerator),
             joint=_joint(part, target),
             on_policy=on_policy,
             measure=held_out_measure(part, data.held_out),
@@ -213,9 +213,14 @@ def _train_stage(trainer: Trainer, stages: Stages, title: str) -> checkpoint.Tra
 
 
 def _evaluation(
-    recipe: Recipe, target: TargetHead, held_out: dict[float, list[Response]]
+    recipe: Recipe,
+    target: TargetHead,
+    held_out: dict[float, list[Response]],
+    accelerator: Accelerator,
 ) -> Evaluate | None:
-    return held_out_evaluation(recipe, target, held_out) if held_out else None
+    """None: nothing is held out. The processes of a sharded target run it together, on one text."""
+    shared = accelerator if recipe.target.sharding == "none" else None
+    return held_out_evaluation(recipe, target, held_out, shared) if held_out else None
 
 
 def _joint(recipe: Recipe, target: RunTarget) -> JointTarget | None:
@@ -233,21 +238,32 @@ def held_out_measure(recipe: Recipe, held_out: dict[float, list[Response]]) -> s
 
 
 def held_out_evaluation(
-    recipe: Recipe, target: TargetHead, held_out: dict[float, list[Response]]
+    recipe: Recipe,
+    target: TargetHead,
+    held_out: dict[float, list[Response]],
+    accelerator: Accelerator | None = None,
 ) -> Evaluate:
     """Expected acceptance length (exact replay) on texts the target wrote, per temperature, and
     their mean, each with its standard error. `held_out` was written with the filters of
-    `evaluation` and is replayed under them, as the report's runtime does."""
+    `evaluation` and is replayed under them, as the report's runtime does. `accelerator`: its
+    processes share the texts, and all have the results; None: this one replays all."""
     e = recipe.evaluation
+    process, processes = 0, 1
+    if accelerator is not None:
+        process, processes = accelerator.process_index, accelerator.num_processes
 
     def evaluate(drafter: Drafter) -> dict[str, float]:
         figures, samples, lengths = {}, [], []
         for t, responses in held_out.items():
             texts = [(r.prompt_ids, r.output_ids) for r in responses]
             drafts = e.num_speculative_tokens
+            part = texts[process::processes]
             results = expected_acceptance(
-                target, drafter, texts, t, drafts, top_p=e.top_p, top_k=e.top_k
+                target, drafter, part, t, drafts, top_p=e.top_p, top_k=e.top_k
             )
+            if processes > 1:
+                parts = gather_object([results])
+                results = [parts[i % processes][i // processes] for i in range(len(texts))]
             sample: dict[Hashable, ReplayResult] = {}
             for (prompt, _), result in zip(texts, results, strict=True):
                 sample[prompt] = sample.get(prompt, ReplayResult()) + result

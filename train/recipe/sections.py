@@ -77,9 +77,9 @@ BUDGETS = ("steps", "epochs", "max_minutes")  # of training; one of them at leas
 # `short_training`. Either stand for the keys that the recipe leaves null, each by itself.
 SHORT_RUN = 20_000  # steps
 SHORT_MINUTES = 24 * 60  # where a budget has no steps
-# AdamW's rate in a short run whose matrices it takes in Muon's place, if the published one is not
-# higher: a step in the range of published rates, 1e-4 to 1e-3. That of `short_training` is for the
-# weights that Muon leaves.
+# AdamW's rate in a short run where the recipe has it take the matrices in Muon's place, unless the
+# published one is higher: amid the published ones, 1e-4 to 1e-3, and not measured. The rate of
+# `short_training` is for the weights that Muon leaves.
 SHORT_ADAMW_RATE = 5e-4
 TUNED = ("optimizer", "learning_rate", "muon_learning_rate", "max_grad_norm", "warmup_ratio")
 

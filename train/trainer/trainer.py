@@ -164,7 +164,8 @@ class Trainer:
         self.held_out = ""  # the newest held-out result, for the progress bar
         self.advance: Advance = unwatched
         self.say = say  # a line of information
-        self.step_began, self.share = time.monotonic(), 0.0  # of the present step
+        self.step_began = time.monotonic()  # of the present step
+        self.share = 0.0  # `share_done`, which processes agree on once a step
         self.pace_unsaid = bool(t.max_minutes)
         # steps between readings of what was measured; a CPU has nothing to wait for
         self.log_every = 1 if accelerator.device.type == "cpu" else 10
@@ -185,16 +186,17 @@ class Trainer:
         before = {s: signal.signal(s, self._on_signal) for s in (signal.SIGTERM, signal.SIGINT)}
         self.advance, first, spent = advance, self.state.step, self.state.seconds
         try:
-            while (share := self.share_done()) < 1:
-                self.step_began, self.share = time.monotonic(), share
+            self.share = self.share_done()
+            while self.share < 1:
+                self.step_began = time.monotonic()
                 if not self.unread:
                     self.telemetry.begin()
-                self.unread.append(self.step(share))
+                self.unread.append(self.step(self.share))
                 self.state.seconds += time.monotonic() - self.step_began
                 self._after_step()
                 self._say_pace(first, spent)
                 if self.state.history:
-                    advance(self.share_done(), self._note(self.state.history[-1]))
+                    advance(self.share, self._note(self.state.history[-1]))
         finally:
             self.features.ahead.close()
             for number, handler in before.items():
@@ -500,7 +502,7 @@ class Trainer:
     def _due_now(self) -> tuple[bool, bool]:
         """(an evaluation is due, a checkpoint is due): every so many steps, or ten times a run
         where the recipe does not say how often, and at the end of the budget."""
-        share, t = self.share_done(), self.training
+        share, t = self.share, self.training
         tenth = self._tenths(share) > self.state.tenths
 
         def due(every: int | None) -> bool:
@@ -554,6 +556,7 @@ class Trainer:
 
     def _after_step(self) -> None:
         t = self.training
+        self.share = self.share_done()
         evaluates, save = self._due_now()
         reads = evaluates or save or self.state.step % self.log_every == 0
         stopping, late = False, False
@@ -563,9 +566,10 @@ class Trainer:
             return
         records, costs = self._read()
         if t.max_minutes:  # reading waited for the device, whose time may have ended the budget
+            self.share = self.share_done()
             evaluates, save = self._due_now()
         if evaluates or save:
-            self.state.tenths = self._tenths(self.share_done())
+            self.state.tenths = self._tenths(self.share)
         if evaluates and self.evaluate is not None:
             with self.replica.whole() as drafter:
                 drafter.eval()

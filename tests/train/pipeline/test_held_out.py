@@ -4,11 +4,16 @@ the figure is."""
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 
+import numpy as np
 import pytest
+from accelerate import Accelerator
+from accelerate.utils import gather_object
 
 from draftsmith.inference import LLM, SamplingParams
 from draftsmith.train.data.sources import Example
+from draftsmith.train.pipeline import run as pipeline
 from draftsmith.train.pipeline.data_stage import workloads_in_turn
 from draftsmith.train.pipeline.run import held_out_evaluation
 from draftsmith.train.regeneration.store import Response
@@ -16,6 +21,7 @@ from tests.support.cases import Case, make
 from tests.support.engines import make_llm
 from tests.support.models import make_tiny_model
 from tests.support.training import recipe_of
+from tests.train.worlds import Scenario, in_worlds
 
 
 def recipe(**sections):
@@ -69,6 +75,43 @@ def test_what_is_expected_is_what_the_runtime_does_under_the_reports_filters() -
     assert (
         abs(results["expected_acceptance_length"] - measured) < 4 * error
     )  # without the filters it lies 0.1 off
+
+
+def shared_replays(folder: Path) -> list[tuple[dict, list[int]]]:
+    """(results, texts replayed at each temperature) of one process alone and of two together."""
+    accelerator = Accelerator(cpu=True)
+    target, drafter = make(
+        Case("eagle3", {"draft_vocab_size": 101}, taps=(1, 2, 3)), make_tiny_model("llama")
+    )
+    drafter.freeze()
+    rng = np.random.default_rng(0)
+    ids = rng.integers(3, 100, (5, 12)).tolist()
+    texts = [Response("w", tuple(row[:4]), tuple(row[4:]), 0.0) for row in ids]
+    replayed: list[int] = []
+    whole = pipeline.expected_acceptance
+
+    def counted(target, drafter, texts, *arguments, **options):
+        replayed.append(len(texts))
+        return whole(target, drafter, texts, *arguments, **options)
+
+    pipeline.expected_acceptance = counted
+    outcomes = []
+    for shared in (None, accelerator):
+        replayed.clear()
+        held_out = {0.0: texts, 1.0: texts}
+        evaluate = held_out_evaluation(recipe(), target, held_out, shared)
+        outcomes.append((evaluate(drafter), list(replayed)))
+    pipeline.expected_acceptance = whole
+    return gather_object([outcomes])
+
+
+@pytest.mark.slow
+def test_held_out_texts_are_shared_by_processes_that_all_have_the_result(tmp_path) -> None:
+    (everyone,) = in_worlds(shared_replays, [Scenario("two", 2)], tmp_path).values()
+    for (alone, all_texts), (together, _) in everyone:
+        assert all_texts == [5, 5] and together == pytest.approx(alone)
+    assert [counts for _, (_, counts) in everyone] == [[3, 3], [2, 2]]
+    assert everyone[0][1][0] == everyone[1][1][0]
 
 
 def test_a_budget_of_texts_is_shared_by_the_workloads() -> None:

@@ -288,6 +288,16 @@ def test_evaluations_without_eval_every_are_ten_a_run(tiny_model, tmp_path, budg
     assert len([r for r in state.history if EXPECTED in r]) == 10
 
 
+def test_share_of_minutes_is_agreed_on_twice_a_step_at_most(tiny_model, tmp_path):
+    """Processes wait for one another each time."""
+    recipe = make_recipe(max_minutes=60.0, save_every=100)
+    trainer, asked = make_trainer(tiny_model, tmp_path, recipe), []
+    share_done = trainer.share_done
+    trainer.share_done = lambda: asked.append(trainer.state.step) or share_done()
+    trainer.run()
+    assert max(asked.count(step) for step in range(1, 9)) == 2 and asked.count(0) == 1
+
+
 @pytest.mark.slow
 def test_a_budget_of_minutes_goes_on_where_it_stopped(tiny_model, tmp_path, monkeypatch):
     """Seconds that were spent, and with them the learning rate, are part of a checkpoint."""
