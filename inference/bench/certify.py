@@ -4,10 +4,6 @@ Greedy texts are compared token by token with those of a baseline, and samples a
 the tests of two_samples.py. Each part has a verdict of its own, for which the server's counters
 must show that it drafted there.
 
-Tokens are ids, and the servers' own: texts of single tokens are not the text when joined, since
-decoders strip spaces and characters span tokens, and two tokens may have one text. Servers that
-give no ids are refused.
-
 A greedy difference is a tie if the gap between the two tokens is no larger than the rounding error
 that is measured there: the baseline repeats that position in other batch shapes."""
 
@@ -16,18 +12,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import openai
-from pydantic import BaseModel, Field
 
-from draftsmith.inference.bench.load_generator import (
-    drafting_counters,
-    drafting_results,
-    served_model,
-)
+from draftsmith.inference.bench.completions import Completions, Text
+from draftsmith.inference.bench.load_generator import drafting_counters, drafting_results
 from draftsmith.inference.bench.two_samples import (
     END,
     SIGNIFICANCE,
@@ -37,122 +27,16 @@ from draftsmith.inference.bench.two_samples import (
 )
 from draftsmith.inference.evaluation.lossless import first_difference
 from draftsmith.inference.metrics import SpecDecodeCounters
-from draftsmith.speculators.errors import ConfigError, DraftsmithError
+from draftsmith.speculators.errors import ConfigError
 
 LEADING = 5  # tokens whose log-probabilities say whether a greedy difference is a tie
 SCORED = 20  # tokens whose log-probabilities score a sample: the most that vLLM gives by default
 SAMPLED_TOKENS = 8  # of a sampled text
 SAMPLED_PROMPTS = 4  # that are sampled from
 BASELINE_SEED = 1 << 20  # first seed of the baseline's samples; the server's begin at 0
-ID = "token_id:"  # before the id of a token, in place of its text
-NO_IDS = (
-    "answers without token ids, and texts are not compared in place of them, since the text of a"
-    " token does not say which one it is: certify needs `return_token_ids`, and of the baseline"
-    " `return_tokens_as_token_ids` too. vLLM and draftsmith serve have both"
-)
 
-Prompt = str | list[int]
+WORST_FIRST = ("lossy", "undecided", "lossless")
 Part = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Text:
-    """A completion: ids of its prompt and tokens, and the leading log-probabilities at each token,
-    by id; none unless they are asked for."""
-
-    prompt: list[int]
-    tokens: list[int]
-    leading: list[dict[int, float]]
-
-
-class Logprobs(BaseModel):
-    top_logprobs: list[dict[str, float] | None]
-
-
-class Choice(BaseModel):
-    token_ids: list[int] | None = None
-    prompt_token_ids: list[int] | None = None
-    logprobs: Logprobs | None = None
-
-
-class Answer(BaseModel):
-    """The fields of a completion that are read."""
-
-    choices: list[Choice] = Field(min_length=1)
-
-
-class Completions:
-    """One server. DraftsmithError if it does not answer, or without what is compared."""
-
-    def __init__(self, client: openai.AsyncOpenAI, concurrency: int) -> None:
-        self.client = client
-        self.where = f"{client.base_url}completions"
-        self._slots = asyncio.Semaphore(concurrency)
-        self._model: str | None = None  # not yet asked for
-
-    async def model(self) -> str:
-        if self._model is None:
-            self._model = await served_model(self.client)
-        return self._model
-
-    async def complete(
-        self, prompt: Prompt, max_tokens: int, *, leading: int = 0, **fields: Any
-    ) -> Text:
-        """`leading`: most probable tokens whose log-probabilities are asked for."""
-        body = {"model": await self.model(), "prompt": prompt, "max_tokens": max_tokens}
-        body |= {"return_token_ids": True, **fields}
-        if leading:
-            body |= {"logprobs": leading, "return_tokens_as_token_ids": True}
-        async with self._slots:
-            try:
-                answer = await self.client.post("/completions", cast_to=object, body=body)
-                choice = Answer.model_validate(answer).choices[0]
-            except openai.OpenAIError as error:
-                raise DraftsmithError(f"{error}", where=self.where) from None
-            except ValueError:  # no JSON, or JSON of another shape
-                raise DraftsmithError(
-                    "the answer is no completion of OpenAI's API; is this the server's address?",
-                    where=self.where,
-                ) from None
-        if not choice.token_ids or choice.prompt_token_ids is None:
-            raise DraftsmithError(NO_IDS, where=self.where)
-        found = self._leading(choice, leading) if leading else []
-        return Text(choice.prompt_token_ids, choice.token_ids, found)
-
-    def _leading(self, choice: Choice, count: int) -> list[dict[int, float]]:
-        """The `count` most probable tokens at each place: servers add the token that was drawn,
-        which here would tell which server drew it."""
-        if choice.logprobs is None or len(choice.logprobs.top_logprobs) != len(
-            choice.token_ids or ()
-        ):
-            raise DraftsmithError("answers without logprobs, which are needed", where=self.where)
-        found = []
-        for entries in choice.logprobs.top_logprobs:
-            ranked = sorted((entries or {}).items(), key=lambda entry: -entry[1])[:count]
-            if not ranked or not all(name.startswith(ID) for name, _ in ranked):
-                raise DraftsmithError(NO_IDS, where=self.where)
-            found.append({int(name.removeprefix(ID)): value for name, value in ranked})
-        return found
-
-    async def greedy(
-        self, prompts: Sequence[Prompt], max_tokens: int, leading: int = 0
-    ) -> list[Text]:
-        requests = (
-            self.complete(prompt, max_tokens, leading=leading, temperature=0) for prompt in prompts
-        )
-        return await asyncio.gather(*requests)
-
-    async def sample(
-        self, prompt: list[int], count: int, first_seed: int, leading: int = 0
-    ) -> list[Text]:
-        """`count` texts of SAMPLED_TOKENS tokens at temperature 1, with a seed each."""
-        requests = (
-            self.complete(
-                prompt, SAMPLED_TOKENS, leading=leading, temperature=1, top_p=1, seed=seed
-            )
-            for seed in range(first_seed, first_seed + count)
-        )
-        return await asyncio.gather(*requests)
 
 
 async def certify(
@@ -177,13 +61,7 @@ async def certify(
     counters = [await drafting_counters(server.client)]
     texts = await server.greedy(prompts, max_tokens)
     references = await baseline.greedy(prompts, max_tokens, LEADING)
-    for text, reference in zip(texts, references, strict=True):
-        if text.prompt != reference.prompt:
-            raise ConfigError(
-                f"its token ids of a prompt are {text.prompt}, and those of the baseline"
-                f" {reference.prompt}; both must serve the same model with the same tokenizer",
-                where=server.where,
-            )
+    _require_same_prompts(server, texts, references)
     greedy = await _greedy_part(server, baseline, texts, references, max_tokens)
     counters.append(await drafting_counters(server.client))
     parts = [_judged(greedy, counters, assume_drafting)]
@@ -192,9 +70,10 @@ async def certify(
         sampled = await _sampled_part(server, baseline, sampled_prompts, samples)
         counters.append(await drafting_counters(server.client))
         parts.append(_judged(sampled, counters[1:], assume_drafting))
-    verdicts = [part["verdict"] for part in parts]
+    verdicts = {part["verdict"] for part in parts}
+    worst = [verdict for verdict in WORST_FIRST if verdict in verdicts]
     return {
-        "verdict": next((v for v in ("lossy", "undecided") if v in verdicts), "lossless"),
+        "verdict": worst[0],
         "server": str(server.client.base_url),
         "model": model,
         "greedy": parts[0],
@@ -204,6 +83,18 @@ async def certify(
             "not_tested": _not_tested(max_tokens, samples),
         },
     }
+
+
+def _require_same_prompts(
+    server: Completions, texts: Sequence[Text], references: Sequence[Text]
+) -> None:
+    for text, reference in zip(texts, references, strict=True):
+        if text.prompt != reference.prompt:
+            raise ConfigError(
+                f"its token ids of a prompt are {text.prompt}, and those of the baseline"
+                f" {reference.prompt}; both must serve the same model with the same tokenizer",
+                where=server.where,
+            )
 
 
 def _judged(
@@ -341,9 +232,10 @@ async def _sampled_part(
     server: Completions, baseline: Completions, prompts: Sequence[list[int]], samples: int
 ) -> Part:
     sampled = []
+    others = range(BASELINE_SEED, BASELINE_SEED + samples)
     for prompt in prompts:
-        drawn = await server.sample(prompt, samples, 0)
-        expected = await baseline.sample(prompt, samples, BASELINE_SEED, SCORED)
+        drawn = await server.sample(prompt, SAMPLED_TOKENS, range(samples))
+        expected = await baseline.sample(prompt, SAMPLED_TOKENS, others, SCORED)
         leading = await _leading_after(baseline, prompt, drawn, expected)
         texts = [*drawn, *expected]
         rows = [[*text.tokens, *[END] * SAMPLED_TOKENS][:SAMPLED_TOKENS] for text in texts]
