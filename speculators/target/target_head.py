@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, rename_source_key
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
@@ -30,6 +31,7 @@ from draftsmith.speculators.target import probe
 from draftsmith.speculators.target.info import sketch_target
 
 START_TOKENS = 64
+LAYER_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")  # the first of a tensor's name; experts follow it
 # What the forward of a model without layers may raise.
 _SHAPE_ERRORS = (UnsupportedTarget, AttributeError, LookupError, RuntimeError, TypeError)
 
@@ -53,6 +55,8 @@ class TargetHead(nn.Module):
         self.dtype = self._parts.dtype
         self.device = self._parts.device
         self._final_norm: Callable[[Tensor], Tensor] | None = None  # found on first use
+        # The files it was read from, which have its layers too; None: it is whole.
+        self.checkpoint: Checkpoint | None = None
         # Where hidden states come from: `features` of a FrozenTarget or the like. None: nowhere.
         self.source: Callable[..., Any] | None = None
         with torch.no_grad():
@@ -80,6 +84,7 @@ class TargetHead(nn.Module):
             say_widened(path_or_id)
         head = _confirmed(model, tap_layers)
         del head._parts.layers[:]
+        head.checkpoint = Checkpoint(*split_revision(path_or_id, revision))
         return head.to(device)
 
     # ------------------------------------------------------------------ what it is
@@ -248,7 +253,7 @@ def load_without_layers(
     for part in (config, config.get_text_config()):
         vars(part).pop("quantization_config", None)
     layers_name, layers = remove_layers(skeleton)
-    weights = read_tensors(_Checkpoint(name, revision), skeleton, path_or_id)
+    weights = read_tensors(Checkpoint(name, revision), skeleton, path_or_id)
     try:
         model, info = _class_without_layers(type(skeleton)).from_pretrained(
             None,
@@ -265,6 +270,8 @@ def load_without_layers(
         ) from error
     probe.refuse_incomplete(info, path_or_id)
     model.config._name_or_path = name
+    with suppress(OSError):  # it may have none
+        model.generation_config = GenerationConfig.from_pretrained(name, revision=revision)
     model.get_submodule(layers_name).extend(_PassThrough(layer) for layer in layers)
     return model
 
@@ -297,7 +304,7 @@ def _probed(model: PreTrainedModel, tap_layers: Sequence[int]) -> TargetHead:
 # ---------------------------------------------------------------------- tensors of a checkpoint
 
 
-class _Checkpoint:
+class Checkpoint:
     """Files of a checkpoint in a folder or a repository; from the Hub a file is fetched when it is
     asked for."""
 
@@ -330,8 +337,7 @@ class _Checkpoint:
             if not required:
                 return None
             raise CheckpointError(
-                f"{file} is needed for embedding, final norm and output head, and cannot be read"
-                f" ({one_line(error)})",
+                f"{file} is needed, and cannot be read ({one_line(error)})",
                 where=f"target {self.name}",
             ) from error
         return Path(found)
@@ -344,22 +350,36 @@ class _Checkpoint:
 
 
 def read_tensors(
-    checkpoint: _Checkpoint, skeleton: PreTrainedModel, where: str
+    checkpoint: Checkpoint, model: PreTrainedModel, where: str, layers: Sequence[int] = ()
 ) -> dict[str, Tensor]:
-    """The tensors of a checkpoint that `skeleton`, a model on the meta device without layers, has a
-    place for, under the checkpoint's names. UnsupportedTarget: they are quantised."""
-    expected = skeleton.state_dict()
-    conversions = get_model_conversion_mapping(skeleton)
+    """The tensors of a checkpoint that `model` has a place for, by transformers' rules, under the
+    names of the checkpoint. `layers`: the model's i-th layer is the checkpoint's layers[i], and is
+    named i. UnsupportedTarget: they are quantised."""
+    expected = model.state_dict()
+    conversions = get_model_conversion_mapping(model)
     renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
     converters = [each for each in conversions if not isinstance(each, WeightRenaming)]
-    prefix = skeleton.base_model_prefix
+    prefix = model.base_model_prefix
     shards = checkpoint.shards()
+    numbered = {name: _renumbered(name, layers) for name in shards}
     names = {
-        name: rename_source_key(name, renamings, converters, prefix, expected)[0] for name in shards
+        name: rename_source_key(new, renamings, converters, prefix, expected)[0]
+        for name, new in numbered.items()
+        if new is not None
     }
     weights = checkpoint.read({name: shards[name] for name in names if names[name] in expected})
     _refuse_quantised(weights, names, expected, where)
-    return weights
+    return {numbered[name] or name: weight for name, weight in weights.items()}
+
+
+def _renumbered(name: str, layers: Sequence[int]) -> str | None:
+    """A tensor's name with the place of its layer among `layers`; None: it is in no such layer."""
+    number = LAYER_NUMBER.search(name)
+    if not layers or number is None:
+        return name
+    if int(number[0]) not in layers:
+        return None
+    return LAYER_NUMBER.sub(str(layers.index(int(number[0]))), name, count=1)
 
 
 def _refuse_quantised(
@@ -375,7 +395,7 @@ def _refuse_quantised(
     quantised = [name for name, weight in weights.items() if weight.dtype not in probe.OF_STATES]
     if faults := [*quantised, *packed]:
         raise UnsupportedTarget(
-            f"its tensor {faults[0]!r} is of a quantised embedding or output head, which drafters"
-            " share; use a checkpoint whose own is not",
+            f"its tensor {faults[0]!r} is of a quantised weight, which drafters share or start"
+            " from; use a checkpoint whose own is not",
             where=f"target {where}",
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 from safetensors.torch import load_file, save_file
@@ -27,17 +28,20 @@ def copy_tokenizer(folder: Path) -> Path:
     return folder
 
 
-def keep_two_shards(model: PreTrainedModel, folder: Path, *, shards: int) -> Path:
+def keep_two_shards(
+    model: PreTrainedModel, folder: Path, *, shards: int, layers: Sequence[int] = ()
+) -> Path:
     """A checkpoint whose index names `shards` files, of which the first and the last are there:
-    embedding and norm lie in one, the output head in the other."""
+    embedding and norm lie in one, the output head and `layers` in the other."""
     model.save_pretrained(folder)
     state = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
     first, *between, last = (
         f"model-{n:05}-of-{shards:05}.safetensors" for n in range(1, shards + 1)
     )
-    layers = [name for name in state if ".layers." in name]
-    files = {name: between[number % len(between)] for number, name in enumerate(layers)}
+    of_layers = [name for name in state if ".layers." in name]
+    files = {name: between[number % len(between)] for number, name in enumerate(of_layers)}
+    files |= {name: last for name in of_layers if int(name.split(".")[2]) in layers}
     files |= {"model.embed_tokens.weight": first, "model.norm.weight": first}
     files |= {"lm_head.weight": last}
     for shard in (first, last):

@@ -213,13 +213,11 @@ class Recipe(Section):
 
     @property
     def trains_with_decoder(self) -> bool:
-        """True if the training itself runs the target's decoder, or copies its layers; else it
-        needs the target's embedding, final norm and output head alone."""
-        copies_layers = getattr(self.drafter, "from_target", None) is not None
+        """True if the training itself runs the target's decoder; else it needs the target's
+        embedding, final norm and output head alone."""
         parts = [part for _, part in self.training_stages()]
         computes = any(p.features.mode == "online" and not p.features.endpoints for p in parts)
-        decodes = any(p.joint is not None or p.on_policy is not None for p in parts)
-        return copies_layers or computes or decodes
+        return computes or any(p.joint is not None or p.on_policy is not None for p in parts)
 
     @property
     def writes_with_decoder(self) -> bool:

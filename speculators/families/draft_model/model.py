@@ -27,6 +27,7 @@ from draftsmith.speculators.families.draft_model.student import (
     cut_fields,
     cut_layers,
     plain_fields,
+    read_layers,
 )
 from draftsmith.speculators.options import Count, DrafterOptions, PositiveInt
 from draftsmith.speculators.precision import to_device
@@ -260,13 +261,10 @@ class DraftModel(TokenDrafter):
         """The target's layers, or weights as transformers initialises them."""
         if options is not None and options.from_target is not None:
             layers = cut_layers(options.from_target, target.num_layers, "drafter.from_target")
-            if not isinstance(target, FrozenTarget):
-                raise ConfigError(
-                    "its layers are copied, and only embedding, final norm and output head are"
-                    " loaded; load the whole as a FrozenTarget",
-                    where=f"target {target.name_or_path}",
-                )
-            copy_layers(target.model, layers, self.model)
+            if target.checkpoint is None:
+                copy_layers(target.model, layers, self.model)
+            else:
+                read_layers(target.checkpoint, target, layers, self.model)
         return self
 
     def prepare_training(self, options: DraftModelOptions) -> Drafter:

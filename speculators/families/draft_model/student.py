@@ -18,7 +18,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 
 from draftsmith.speculators.errors import ConfigError
 from draftsmith.speculators.hub import one_line
-from draftsmith.speculators.target.probe import needs_eager
+from draftsmith.speculators.target.probe import needs_eager, refuse_incomplete
+from draftsmith.speculators.target.target_head import Checkpoint, TargetHead, read_tensors
 
 # Fields that say nothing of the weights, and differ between a model, its folder and an export.
 _ELSEWHERE = {"_name_or_path", "architectures", "dtype", "torch_dtype", "draftsmith"}
@@ -151,6 +152,28 @@ def copy_layers(source: PreTrainedModel, layers: Sequence[int], student: PreTrai
     for name, tensor in own.items():
         tensor.copy_(renamed[name])
     student.generation_config = deepcopy(source.generation_config)  # what ends a text
+
+
+@torch.no_grad()
+def read_layers(
+    checkpoint: Checkpoint, target: TargetHead, layers: Sequence[int], student: PreTrainedModel
+) -> None:
+    """As `copy_layers`, from the files of a target that is not loaded, in the precision that it
+    would be loaded in. Only the files that hold these layers are opened.
+
+    CheckpointError names tensors of the student that the files lack."""
+    weights = read_tensors(checkpoint, student, target.name_or_path, layers)
+    model, info = type(student).from_pretrained(
+        None,
+        config=student.config,
+        state_dict=weights,
+        dtype=target.dtype,
+        ignore_mismatched_sizes=True,  # refused below, by name
+        output_loading_info=True,
+    )
+    refuse_incomplete(info, target.name_or_path)
+    student.load_state_dict(model.state_dict())
+    student.generation_config = deepcopy(target.model.generation_config)
 
 
 def layers_name(model: nn.Module) -> str:

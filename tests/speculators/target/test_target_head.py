@@ -8,6 +8,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from draftsmith.speculators.errors import CheckpointError, ConfigError, UnsupportedTarget
+from draftsmith.speculators.families.draft_model.model import DraftModel, DraftModelOptions
 from draftsmith.speculators.families.eagle3 import Eagle3
 from draftsmith.speculators.registry import config_for_target
 from draftsmith.speculators.target.frozen_target import FrozenTarget
@@ -111,6 +112,34 @@ def test_target_head_of_a_damaged_checkpoint_is_refused(tmp_path, damage):
         path.write_bytes(path.read_bytes()[:100])
     with raises_at(CheckpointError, path if damage == "torn" else f"target {folder}"):
         TargetHead.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "qwen3_moe", "gpt_oss", "gpt2"])
+def test_a_student_is_cut_from_the_files_of_its_layers_as_from_the_whole(tmp_path, architecture):
+    model = make_tiny_model(architecture)
+    head = TargetHead.from_pretrained(saved(model, tmp_path))
+    options = DraftModelOptions(from_target=[0, 2])
+    shape = options.shape(DraftModel.config_class.model_fields, head)
+    config = config_for_target(head, "draft_model", **shape)
+    students = []
+    for target in (FrozenTarget.from_pretrained(str(tmp_path)), head):
+        student = DraftModel(config).attach(target)
+        students.append(student.initialise_from(target, options))
+    torch.testing.assert_close(*(s.state_dict() for s in students), atol=0, rtol=0)
+    ends = [student.model.generation_config.eos_token_id for student in students]
+    assert ends[0] == ends[1] == model.generation_config.eos_token_id
+
+
+def test_a_student_opens_the_shards_of_its_layers_alone(tmp_path):
+    model = make_tiny_model("qwen3", num_hidden_layers=6)
+    folder = keep_two_shards(model, tmp_path, shards=5, layers=[3])
+    head = TargetHead.from_pretrained(str(folder))
+    options = DraftModelOptions(from_target=[3])
+    shape = options.shape(DraftModel.config_class.model_fields, head)
+    student = DraftModel(config_for_target(head, "draft_model", **shape)).attach(head)
+    student.initialise_from(head, options)
+    expected = model.model.layers[3].state_dict()
+    torch.testing.assert_close(student.model.model.layers[0].state_dict(), expected, atol=0, rtol=0)
 
 
 def test_a_start_that_reads_hidden_states_asks_their_source(tmp_path):
