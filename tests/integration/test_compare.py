@@ -4,13 +4,15 @@ own report."""
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from pathlib import Path
 
 import pytest
 
+from draftsmith.inference.console import Terminated
 from draftsmith.speculators.errors import ConfigError
-from draftsmith.train.pipeline.compare import FILE, changed, compare_recipes
+from draftsmith.train.pipeline.compare import FILE, _run, changed, compare_recipes
 from draftsmith.train.recipe.load import load_recipe, read
 from draftsmith.train.recipe.recipe import yaml_text
 from tests.support.errors import raises_at
@@ -58,6 +60,35 @@ def test_compare_gives_every_recipe_its_time_and_its_row(recipes, tmp_path, monk
         list(compare_recipes(recipes, {"max_minutes": 0.02}, out)) == entries
     )  # what is there is not run again
     assert [report.stat().st_mtime_ns for report in reports] == stamps
+
+
+SAVES_ITSELF = """
+import pathlib, signal, sys, time
+folder = pathlib.Path(sys.argv[1])
+def stop(*_):
+    (folder / "saved").touch()
+    sys.exit(143)
+signal.signal(signal.SIGTERM, stop)
+(folder / "ready").touch()
+time.sleep(60)
+"""
+
+
+def test_stop_of_a_comparison_waits_until_its_run_has_saved_itself(tmp_path) -> None:
+    def terminate(*_: object) -> None:
+        if (tmp_path / "ready").exists():
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            raise Terminated
+
+    before = signal.signal(signal.SIGALRM, terminate)
+    signal.setitimer(signal.ITIMER_REAL, 0.1, 0.1)
+    try:
+        with pytest.raises(Terminated):
+            _run([sys.executable, "-c", SAVES_ITSELF, str(tmp_path)])
+        assert (tmp_path / "saved").exists()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def test_equal_steps_are_shared_by_stages_as_minutes_are(recipes, tmp_path) -> None:
