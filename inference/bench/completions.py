@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,10 +57,16 @@ class Answer(BaseModel):
 
 
 class Completions:
-    """One server. DraftsmithError if it does not answer, or without what is compared."""
+    """One server. DraftsmithError if it does not answer, or without what is compared. `ended` is
+    called after every completion."""
 
-    def __init__(self, client: openai.AsyncOpenAI, concurrency: int) -> None:
-        self.client = client
+    def __init__(
+        self,
+        client: openai.AsyncOpenAI,
+        concurrency: int,
+        ended: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.client, self.ended = client, ended
         self.where = f"{client.base_url}completions"
         self._slots = asyncio.Semaphore(concurrency)
         self._model: str | None = None  # not yet asked for
@@ -92,6 +98,7 @@ class Completions:
         if not choice.token_ids or choice.prompt_token_ids is None:
             raise DraftsmithError(NO_IDS, where=self.where)
         found = self._leading(choice, leading) if leading else []
+        self.ended()
         return Text(choice.prompt_token_ids, choice.token_ids, found)
 
     def _leading(self, choice: Choice, count: int) -> list[dict[int, float]]:

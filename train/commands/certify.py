@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -11,6 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+
+from draftsmith.inference.progress import Advance, Stages
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
@@ -55,20 +58,23 @@ def certify(
         check_writable("--output", output)
     texts = demo_prompts("en")[0] if prompts is None else read_prompts(prompts)
 
-    async def run() -> dict[str, Any]:
+    stages, count = Stages(console=Console(stderr=True)), itertools.count(1)
+
+    async def run(advance: Advance) -> dict[str, Any]:
         remote = baseline.startswith(("http://", "https://"))
         opened = client_at(baseline) if remote else _client_of(baseline, dtype)
         async with client_at(url) as server, opened as reference:
             return await certificate_of(
-                Completions(server, concurrency),
-                Completions(reference, concurrency),
+                Completions(server, concurrency, lambda: advance(next(count))),
+                Completions(reference, concurrency, lambda: advance(next(count))),
                 texts,
                 max_tokens=max_tokens,
                 samples=samples,
                 assume_drafting=assume_drafting,
             )
 
-    certificate = asyncio.run(run()) | {"baseline": baseline}
+    with stages.stage("completions of both servers") as advance:
+        certificate = asyncio.run(run(advance)) | {"baseline": baseline}
     _print(certificate, Console(highlight=False, soft_wrap=True))
     if output is not None:
         write_whole(output, json.dumps(certificate, indent=2, ensure_ascii=False) + "\n")

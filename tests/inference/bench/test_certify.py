@@ -116,6 +116,7 @@ def test_certify_prints_what_it_cannot_save(servers, tmp_path, monkeypatch):
     monkeypatch.setattr("draftsmith.inference.whole_file.os.replace", refuse)
     code, output = call("certify", baseline, flag, baseline, *rest, "--samples", "0")
     assert code == 2 and "undecided at temperature 0" in output
+    assert "completions of both servers" in output  # as it goes on
     assert f"{tmp_path / 'certificate.json'}: no space" in output
 
 
@@ -126,6 +127,13 @@ def refuse(*_: object) -> None:
 def certificate(server: ChainServer, baseline: ChainServer, samples: int = 0, **options) -> dict:
     sides = (Completions(side.client(), 4) for side in (server, baseline))
     return asyncio.run(certify(*sides, ["ab", "cd"], max_tokens=6, samples=samples, **options))
+
+
+def test_completions_tell_of_each_that_has_ended():
+    ended = []
+    server = Completions(ChainServer().client(), 4, lambda: ended.append(1))
+    asyncio.run(server.complete("ab", 2, temperature=0))
+    assert ended == [1]
 
 
 def test_certify_without_drafts_at_a_temperature_is_undecided_there():
