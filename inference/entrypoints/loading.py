@@ -28,7 +28,7 @@ from draftsmith.speculators.export import load_drafter, read_drafter_config
 from draftsmith.speculators.hub import one_line, split_revision
 from draftsmith.speculators.precision import as_dtype
 from draftsmith.speculators.target.frozen_target import FrozenTarget
-from draftsmith.speculators.target.longrope import original_length
+from draftsmith.speculators.target.longrope import fix_frequencies, original_length
 
 logger = logging.getLogger(__name__)
 
@@ -201,8 +201,8 @@ def _generation_config(model: str, revision: str | None) -> GenerationConfig | N
 
 def model_limit(target: FrozenTarget, asked: int | None, drafter: Drafter | None = None) -> int:
     """max_model_len: what is asked, within the positions the model was made for; by default what
-    both it and its drafter were made for, of LongRoPE the original length. The target is made ready
-    for texts of this length."""
+    both it and its drafter were made for, of LongRoPE the original length. Both are made ready for
+    texts of this length."""
     own: Any = getattr(target.config, "max_position_embeddings", None)
     if asked is None and own is None:
         raise ConfigError(
@@ -223,6 +223,8 @@ def model_limit(target: FrozenTarget, asked: int | None, drafter: Drafter | None
             limit = original
         limit = min(limit, (drafter and drafter.max_length) or limit)
     target.serve_up_to(limit)
+    if drafter is not None:
+        fix_frequencies(drafter, limit)
     return limit
 
 

@@ -151,6 +151,7 @@ class VllmEngine(MeasuredEngine):
     def prepare(self, prompts: Prompts, max_tokens: int) -> None:
         # vLLM drafts for no row of a batch once one row comes within K tokens of the limit.
         room = max(map(len, prompts)) + max_tokens + 2 * (self.drafting.num_speculative_tokens + 1)
+        room = max(room, self.drafting.options.get("max_model_len") or 0)
         limit = getattr(self._target, "max_position_embeddings", None)
         options = {
             "dtype": self._dtype,

@@ -201,6 +201,10 @@ class RotaryTable(ExactBuffers):
         """position_ids [B, T] -> [B, T, d] in the dtype of `like`."""
         return self.rotary_emb(like, position_ids)
 
+    def forget(self) -> None:
+        """To be called when the frequencies were changed."""
+        self._table = None
+
     def lookup(self, position_ids: Tensor, length: int, like: Tensor) -> Rotary:
         """The same for positions below `length`, looked up where they depend on nothing else."""
         if self.rotary_emb.rope_type in ("dynamic", "longrope"):  # they change with the length

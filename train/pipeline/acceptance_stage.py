@@ -39,6 +39,7 @@ from draftsmith.inference.vllm_bridge.vllm_engine import VLLM, VllmOptions
 from draftsmith.inference.vllm_python import vllm_python
 from draftsmith.inference.whole_file import check_writable, write_whole
 from draftsmith.speculators.errors import ConfigError, DataError
+from draftsmith.speculators.target.longrope import trained_length
 from draftsmith.train.data.loss_mask import ConversationTokenizer
 from draftsmith.train.data.prepare import askable, bad_rows, run_tokenizer
 from draftsmith.train.data.sources import Example, load_sources
@@ -141,9 +142,13 @@ def measure(
     `draftsmith.inference.evaluation.evaluate.evaluate`."""
     engines, settings = engines or {OUR_ENGINE: RuntimeEngine}, settings_of(recipe)
     model = target or recipe.target.model
-    llm_options = {"dtype": recipe.target.dtype, **recipe.target.source}
+    llm_options: dict[str, Any] = {"dtype": recipe.target.dtype, **recipe.target.source}
     if model != recipe.target.model:
         llm_options["revision"] = None
+    source = {name: llm_options[name] for name in recipe.target.source}
+    length = trained_length(target_config(model, **source), recipe.data.max_length)
+    if length is not None:
+        llm_options["max_model_len"] = length
     suites, chosen = measured_suites(recipe, settings), workloads(recipe, settings)
     reports: dict[str, AcceptanceReport] = {}
     with _told_if_stopped(stages), stages.stage("acceptance", 1) as advance:

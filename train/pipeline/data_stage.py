@@ -29,7 +29,7 @@ from draftsmith.speculators.digests import model_weights_sha256
 from draftsmith.speculators.errors import DataError
 from draftsmith.speculators.hub import cached_folder
 from draftsmith.speculators.target.frozen_target import FrozenTarget
-from draftsmith.speculators.target.longrope import original_length
+from draftsmith.speculators.target.longrope import trained_length
 from draftsmith.train.data.loss_mask import ConversationTokenizer
 from draftsmith.train.data.packing import (
     PackedRow,
@@ -146,14 +146,17 @@ class DataStage:
         sketch = recipe.target.sketch()
         longest = getattr(sketch.config, "max_position_embeddings", None) or recipe.data.max_length
         if target is None and load is not None:  # as the LLM that may have to write is limited
-            longest = min(longest, original_length(sketch.config) or longest)
+            longest = min(longest, trained_length(sketch.config, recipe.data.max_length) or longest)
         name = recipe.target.model
         end = tuple(sorted(end_of_sequence_ids(name, tokenizer, **recipe.target.source)))
         self.facts = TargetFacts(name, longest, sketch.vocab_size, end)
 
     def _make_llm(self, target: FrozenTarget) -> LLM:
         batch = self.recipe.regenerate.batch_size
-        limits = {"max_num_seqs": batch, "max_num_batched_tokens": max(512, 32 * batch)}
+        limits: dict[str, Any] = {"max_num_seqs": batch}
+        limits["max_num_batched_tokens"] = max(512, 32 * batch)
+        # of LongRoPE it chooses the frequencies, which are those of the training
+        limits["max_model_len"] = trained_length(target.config, self.recipe.data.max_length)
         return LLM(target, self._tokenizer, **limits)
 
     def _loaded_llm(self) -> LLM:

@@ -15,6 +15,7 @@ from draftsmith.speculators.drafter import Drafter
 from draftsmith.speculators.export import load_drafter, load_weights, read_drafter_config
 from draftsmith.speculators.registry import family_class
 from draftsmith.speculators.target.frozen_target import TargetFeatures
+from draftsmith.speculators.target.longrope import fix_frequencies, trained_length
 from draftsmith.speculators.target.target_head import TargetHead
 from draftsmith.speculators.vocab.draft_vocab import choose_draft_vocabulary, coverage
 from draftsmith.train.features.row_features import RowFeatures
@@ -50,6 +51,8 @@ def _initialised(
     folder: Path,
 ) -> Drafter:
     drafter = family_class(config.family)(config).attach(target).to(target.device)
+    if (length := trained_length(target.config, recipe.data.max_length)) is not None:
+        fix_frequencies(drafter, length)
     if (start := start_folder(recipe)) is not None:
         head = read_drafter_config(start, target.num_layers)
         if head.family == config.family:

@@ -19,6 +19,7 @@ from draftsmith.speculators.export import WEIGHTS, describe_target, export_draft
 from draftsmith.speculators.precision import as_dtype
 from draftsmith.speculators.registry import family_class
 from draftsmith.speculators.target.info import TargetSketch
+from draftsmith.speculators.target.longrope import trained_length
 from draftsmith.speculators.target.target_head import TargetHead
 from draftsmith.train.data.prepare import run_tokenizer
 from draftsmith.train.pipeline.adapted_target import named_adapted_target
@@ -47,7 +48,8 @@ def export(recipe: Recipe, trained: Trained) -> Path:
     target if it was trained jointly; returns the folder of the first format."""
     drafter, state, out = trained.drafter, trained.state, Path(recipe.output_dir)
     dtype = _dtype(recipe.export.dtype, drafter.target)
-    provenance = _provenance(recipe, state.best_step or state.step, trained.tokenizer, out)
+    step = state.best_step or state.step
+    provenance = _provenance(recipe, step, trained.tokenizer, out, drafter.target.config)
     if trained.joint is not None:
         written = [response for some in trained.held_out.values() for response in some]
         texts = [(response.prompt_ids, response.output_ids) for response in written]
@@ -86,7 +88,8 @@ def reexport(
     weights = checkpoint.read_weights(root / checkpoint.BEST if has_best else newest)
     checkpoint.load_weights(weights, drafter)
     exported = _dtype(dtype if dtype != "auto" else recipe.export.dtype, target)
-    provenance = _provenance(recipe, step, recipe.target.load_tokenizer(), run_dir)
+    tokenizer = recipe.target.load_tokenizer()
+    provenance = _provenance(recipe, step, tokenizer, run_dir, target.config)
     provenance["target"] = describe_target(target) | _weights_then(run_dir)
     return export_drafter(drafter, out, dtype=exported, provenance=provenance, format=format), step
 
@@ -104,14 +107,18 @@ def _dtype(requested: str, target: TargetHead | TargetSketch) -> torch.dtype:
     return target.checkpoint_dtype if requested == "auto" else as_dtype(requested)
 
 
-def _provenance(recipe: Recipe, step: int, tokenizer: Any, run_dir: Path) -> dict[str, Any]:
-    """The run, the number of tokens per round that it is measured with, and whose text it was
-    trained on."""
+def _provenance(
+    recipe: Recipe, step: int, tokenizer: Any, run_dir: Path, target_config: Any
+) -> dict[str, Any]:
+    """The run, the number of tokens per round that it is measured with, whose text it was trained
+    on, and of LongRoPE the length whose frequencies it was trained with."""
+    length = trained_length(target_config, recipe.data.max_length)
     return {
         "recipe": recipe.name,
         "recipe_hash": recipe.recipe_hash(),
         "step": step,
         "num_speculative_tokens": recipe.evaluation.num_speculative_tokens,
+        **({} if length is None else {"longrope_length": length}),
         **run_tokenizer(recipe, tokenizer).template_facts(),
         **summary(run_dir),
     }

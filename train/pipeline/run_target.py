@@ -12,6 +12,7 @@ from draftsmith.inference.report.schema import OUR_ENGINE
 from draftsmith.speculators.errors import UnsupportedTarget
 from draftsmith.speculators.precision import free_memory
 from draftsmith.speculators.target.frozen_target import FrozenTarget
+from draftsmith.speculators.target.longrope import remark, trained_length
 from draftsmith.speculators.target.target_head import TargetHead
 from draftsmith.train.pipeline.data_stage import waits_on_host
 from draftsmith.train.recipe.recipe import Recipe
@@ -34,6 +35,9 @@ class RunTarget:
         self.stages = stages
         self.stays = recipe.trains_with_decoder
         self._whole: FrozenTarget | None = None
+        sketch = recipe.target.sketch(accelerator.device)
+        if (length := trained_length(sketch.config, recipe.data.max_length)) is not None:
+            stages.say(f"      {remark(sketch.config, length)}")
         self.head: TargetHead = self.whole() if self.stays else self._load_head()
 
     @property
@@ -77,7 +81,7 @@ def load_target(
 ) -> FrozenTarget:
     """The target on the device of this process, or in the host's memory until it is sharded."""
     with stages.stage(f"load {recipe.target.model}"):
-        return FrozenTarget.from_pretrained(
+        target = FrozenTarget.from_pretrained(
             recipe.target.model,
             tap_layers=tap_layers,
             dtype=recipe.target.dtype,
@@ -85,6 +89,9 @@ def load_target(
             on_host=waits_on_host(recipe, accelerator),
             **recipe.target.source,
         )
+    if (length := trained_length(target.config, recipe.data.max_length)) is not None:
+        target.serve_up_to(length)
+    return target
 
 
 def require_abilities(recipe: Recipe, target: FrozenTarget) -> None:

@@ -7,8 +7,10 @@ import pytest
 import torch
 
 from draftsmith.inference import LLM, SamplingParams
+from draftsmith.inference.engine_options import EngineOptions
 from draftsmith.inference.spec_decode.proposers.base import Proposer
 from draftsmith.speculators.errors import ConfigError, UnsupportedTarget
+from draftsmith.speculators.registry import config_for_target, family_class
 from draftsmith.speculators.target.frozen_target import FrozenTarget
 from draftsmith.speculators.target.longrope import original_length
 from tests.support.engines import ids_of, make_llm, proposer_of
@@ -95,6 +97,21 @@ def test_longrope_up_to_its_original_length_is_transformers_own(caplog):
     assert llm.engine.max_model_len == 64 == original_length(model.config)
     assert "short frequencies" in caplog.text
     assert write(llm, asked, 100) == expected
+
+
+def test_a_drafter_turns_by_the_frequencies_that_its_target_is_served_with():
+    """And so do the positions that it looks up, after another limit too."""
+    target = FrozenTarget(phi3_long(), [1, 2, 3])
+    config = config_for_target(target, "eagle3", tap_layers=[1, 2, 3])
+    drafter = family_class("eagle3")(config).attach(target)
+    rotary, places = drafter.positions, torch.arange(80)[None]
+    short = 1e4 ** -(torch.arange(4) / 4)
+    for limit, factor in ((None, 1.0), (200, 4.0), (64, 1.0)):
+        options = EngineOptions(max_model_len=limit)
+        LLM.from_modules(target, drafter=drafter, options=options)
+        torch.testing.assert_close(rotary.rotary_emb.inv_freq, short / factor)
+        looked_up = rotary.lookup(places, 100, torch.zeros(1))
+        torch.testing.assert_close(looked_up, rotary(torch.zeros(1), places))
 
 
 # ---------------------------------------------------------------------- recurrent layers
