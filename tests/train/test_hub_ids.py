@@ -118,10 +118,11 @@ def test_a_recipe_from_end_to_end(filled, recipe_file, tmp_path, drafter_folder)
         "drafter": {"init_from": f"{HEAD}@v1", "unroll_steps": 2},
         "data": {"train": [quickstart("train", 3)], "validation": [quickstart("validation", 1)]},
         "regenerate": {"max_new_tokens": 6},
-        "training": {"steps": 1, "learning_rate": 1e-9, "eval_every": 1, "mixed_precision": "no"},
+        "training": {"steps": 1, "eval_every": 1, "mixed_precision": "no"},
         "evaluation": {"max_tokens": 6, "num_speculative_tokens": 2, "temperatures": [0.0]},
         "gates": {"lossless_mismatches": {"max": 0}},
     }
+    tree["training"] |= {"learning_rate": 1e-9, "muon_learning_rate": 1e-9}
     tree["evaluation"] |= {"repeats": 1}
     recipe_file.write_text(yaml_text(tree))
     for command in (("train", "--dry-run"), ("prepare",)):
