@@ -130,6 +130,7 @@ def init(
         rate_comment = "layers cut out of the target have much to learn"
         new.put("training.learning_rate", 1e-3, rate_comment)
     recipe = new.checked()
+    recipe.target.sketch()  # a model that is not there is refused before the data is read
     read = _read(recipe, data, validation)
     if knows_thinking(recipe.target.load_tokenizer()):
         mode = {"enable_thinking": _choose(thinking, console)}

@@ -154,6 +154,11 @@ def test_init_finds_a_place_that_cannot_be_written_before_it_reads(tmp_path):
     assert "--out" in refused(*options(TOKENIZER, nothing, tmp_path / "file" / "my.yaml"))
 
 
+def test_init_finds_a_model_that_is_not_there_before_it_reads(tmp_path):
+    nothing = tmp_path / "nothing"
+    assert "target.model" in refused(*options(nothing, nothing, tmp_path / "my.yaml"))
+
+
 @pytest.mark.parametrize(
     "folder, name",
     [
