@@ -90,7 +90,8 @@ def training_features(
 def _fill_together(
     recipe: Recipe, target: FeatureTarget, wanted: Wanted, accelerator: Accelerator, stages: Stages
 ) -> None:
-    """Fills the caches by all processes, or by the first one where vLLM takes all devices."""
+    """Fills the caches by all processes, or by the first one where vLLM takes all devices. The
+    decoder is gone afterwards, unless it stays."""
     if wanted and not is_shared(accelerator, _root(recipe)):
         raise ConfigError(
             f"{_root(recipe)} is another folder on another machine; give one on a disk that all"
@@ -104,6 +105,7 @@ def _fill_together(
         part = (0, 1)
     if not started_here or accelerator.is_main_process:
         fill(recipe, target, wanted, stages, part)
+    target.release()
     accelerator.wait_for_everyone()
     for cache, _ in wanted:
         cache.scan()
@@ -226,10 +228,11 @@ def _computed(
     process: int,
 ) -> Generator[Text]:
     """The absent texts of the rows, by whom the recipe says."""
+    if recipe.features.engine == "vllm":
+        target.release()  # a vLLM that is started takes the memory of the device
     if recipe.features.endpoints:
         return _from_servers(recipe, target.head, rows, absent, stages, process)
     if recipe.features.engine == "vllm":
-        target.release()  # vLLM takes the memory of the device
         return _from_vllm(recipe, target.head, rows, absent)
     return _from_target(target.whole(), rows, absent)
 

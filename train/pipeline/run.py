@@ -132,7 +132,6 @@ def train(recipe: Recipe, accelerator: Accelerator, stages: Stages, as_given: st
         data = prepare_data(part, target, tokenizer, accelerator, stages, name)
         reads_start_text = drafter is None and sketch.reads_start_text
         features = training_features(part, target, data, accelerator, stages, reads_start_text)
-        target.release()
         folder = recipe.checkpoints(name)
         if drafter is None:
             drafter = make_drafter(part, config, target.head, features, stages, folder)

@@ -49,15 +49,18 @@ class RunTarget:
         """Loads the whole target, unless it is there. UnsupportedTarget: see
         `require_abilities`."""
         if self._whole is None:
+            if not self.stays:
+                self.head.to("cpu")  # the whole has these tensors too
             self._whole = load_target(self.recipe, self.accelerator, self.tap_layers, self.stages)
             require_abilities(self.recipe, self._whole)
         return self._whole
 
     def release(self) -> None:
-        """Frees the decoder, unless the training needs it."""
+        """Frees the decoder, unless the training needs it; the head is on the device again."""
         if self._whole is not None and not self.stays:
             self._whole = None
             free_memory()
+            self.head.to(self.accelerator.device)
 
     def _load_head(self) -> TargetHead:
         name = self.recipe.target.model

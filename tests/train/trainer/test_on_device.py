@@ -20,6 +20,7 @@ from draftsmith.train.features.row_features import RowFeatures
 from draftsmith.train.features.source import Disk, InProcess
 from draftsmith.train.pipeline.drafter_stage import make_drafter
 from draftsmith.train.pipeline.run import held_out_evaluation
+from draftsmith.train.pipeline.run_target import RunTarget
 from draftsmith.train.recipe.drafter_config import drafter_config
 from draftsmith.train.regeneration.store import Response
 from draftsmith.train.trainer.trainer import Trainer
@@ -27,7 +28,8 @@ from tests.support.cases import OPT
 from tests.support.device_emulation import DEVICE
 from tests.support.features import make_key, write
 from tests.support.models import make_tiny_model
-from tests.support.training import SHAPES, make_recipe, make_rows
+from tests.support.targets import save_target
+from tests.support.training import SHAPES, make_recipe, make_rows, recipe_of
 from tests.support.training import make_trainer as trainer_of
 
 TEXTS = {t: [Response("w", (5, 6, 7), (8, 9, 10, 11, 12), t, 0)] for t in (0.0, 1.0)}
@@ -147,6 +149,18 @@ def test_a_target_trained_along(claimed_gpu, tmp_path):
     trainer.run()
     before, after = trainer.joint.held_out_loss([([5, 6, 7], [8, 9, 10, 11])])
     assert before != after
+
+
+@pytest.mark.slow
+def test_a_head_waits_on_the_host_while_the_whole_target_is_on_the_device(claimed_gpu, tmp_path):
+    target = {"model": str(save_target(tmp_path))}
+    recipe = recipe_of("eagle3", target=target, features={"mode": "cache"})
+    held = RunTarget(recipe, Accelerator(), (1, 2), Stages(enabled=False))
+    assert held.head.device == DEVICE
+    assert held.whole().device == DEVICE
+    assert held.head.device.type == "cpu"
+    held.release()
+    assert held.head.device == DEVICE
 
 
 @pytest.mark.slow
