@@ -192,7 +192,8 @@ class DFlash2(DFlash):
         codebook = self.candidate_selector.successor_codebook
         following = nn.functional.embedding(candidates, codebook).float()  # [N, k, r]
         read = hidden[..., self.config.hidden_size :, None].float()
-        scores = best + (following @ read).squeeze(-1)
+        with torch.autocast(unary.device.type, enabled=False):  # which would round to bfloat16
+            scores = best + (following @ read).squeeze(-1)
         return torch.full_like(unary, float("-inf")).scatter(-1, candidates, scores)
 
     def head_parameters(self) -> list[nn.Parameter]:

@@ -130,4 +130,5 @@ class DSpark(DFlash):
             return None
         proj = self.confidence_head.proj
         x = hidden[..., : proj.in_features].float()
-        return nn.functional.linear(x, proj.weight.float(), proj.bias.float()).squeeze(-1)
+        with torch.autocast(x.device.type, enabled=False):  # which would round it to bfloat16
+            return nn.functional.linear(x, proj.weight.float(), proj.bias.float()).squeeze(-1)

@@ -21,7 +21,7 @@ from draftsmith.inference import SamplingParams
 from draftsmith.speculators.drafter import Drafter
 from draftsmith.speculators.export import export_drafter
 from draftsmith.speculators.families import autoregressive
-from draftsmith.speculators.registry import family_class
+from draftsmith.speculators.registry import config_for_target, family_class
 from draftsmith.speculators.target.frozen_target import FrozenTarget
 from tests.support.cases import CASES, make, world_of
 from tests.support.contract import draft_logits, drafted, packed
@@ -251,3 +251,21 @@ def test_dflash2_selector_learns_by_the_loss_that_is_asked_for() -> None:
     assert losses == [{"forward_kl": 1.0}, {"tv": 0.9}]
     with pytest.raises(ValidationError):  # infinite where the selector gives 0
         options.model_validate({"selector_loss": {"forward_kl": 1.0}})
+
+
+def test_confidence_and_selector_scores_are_float32_under_autocast(tiny_model) -> None:
+    target = FrozenTarget(tiny_model("llama"), [1, 2, 3])
+    shape = dict(tap_layers=[1, 2, 3], mask_token_id=100, block_size=4)
+    generator = torch.Generator().manual_seed(1)
+    for family, method in (("dspark", "confidence"), ("dflash2", "head")):
+        drafter = family_class(family)(config_for_target(target, family, **shape)).attach(target)
+        for parameter in drafter.parameters():
+            parameter.data.normal_(std=0.3, generator=generator)
+        width = drafter.config.hidden_size
+        width += drafter.config.markov_rank if family == "dspark" else drafter.config.selector_rank
+        hidden = torch.randn(8, width, generator=generator)
+        options = {"base": drafter.unary_logits(hidden)} if family == "dflash2" else {}
+        plain = getattr(drafter, method)(hidden, **options)
+        with torch.autocast("cpu", torch.bfloat16):
+            cast = getattr(drafter, method)(hidden, **options)
+        torch.testing.assert_close(cast, plain, atol=1e-6, rtol=1e-6)
