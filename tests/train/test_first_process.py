@@ -11,7 +11,9 @@ import torch
 from accelerate.utils import gather_object
 from torch.distributed import FileStore
 
+from draftsmith.inference.progress import Stages
 from draftsmith.speculators.errors import ConfigError, DataError
+from draftsmith.train.pipeline.features_stage import _fill_together
 from draftsmith.train.processes import (
     LostProcess,
     Pulse,
@@ -23,6 +25,7 @@ from draftsmith.train.processes import (
     share_files,
 )
 from tests.support.errors import raises_at
+from tests.support.training import recipe_of
 from tests.train.worlds import Scenario, in_worlds
 
 
@@ -88,6 +91,12 @@ def words_of_the_first(folder: Path) -> list[Any]:
     share_files(accelerator, own, "*.jsonl")
     results["files"] = {path.name: path.read_text() for path in own.iterdir()}
     results["shared"] = is_shared(accelerator, folder), is_shared(accelerator, own / "new")
+    cached = recipe_of("eagle3", features={"mode": "cache", "dir": str(own / "features")})
+    nothing: Any = None  # is looked at before
+    try:
+        _fill_together(cached, nothing, [(nothing, [])], accelerator, Stages(enabled=False))
+    except ConfigError as error:
+        results["cache"] = error.where
     everyone = gather_object([results])
     accelerator.pulse.stop()
     return everyone
@@ -104,4 +113,5 @@ def test_on_first_every_process_has_its_word(tmp_path):
             "tensors": [[0, 1, 2, 3], 2.5, "text"],
             "files": {"0.jsonl": "of 0", "1.jsonl": "of 1", "both.jsonl": "equal"},
             "shared": (True, False),
+            "cache": "features.dir",
         }
