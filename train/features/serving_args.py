@@ -12,6 +12,7 @@ from draftsmith.inference.vllm_bridge.hidden_states import CONNECTORS
 from draftsmith.train.features.states_spec import StatesSpec
 from draftsmith.train.recipe.recipe import Recipe
 
+LEAST_BATCHED_TOKENS = 2048  # of a step, so that short prompts are computed together
 # vLLM's own connector copies on CUDA streams; this project's stands in for it on a CPU.
 ON_GPU = {"kv_connector": "ExampleHiddenStatesConnector"}
 ON_CPU = {
@@ -25,8 +26,8 @@ def serving_args(
 ) -> list[str]:
     """The command, a word an item. `root`: the folder that the states' folder lies in.
 
-    Prefixes are not cached: a text's states are then computed in the same way each time. Where the
-    servers write responses too, vLLM's own length is right, which is the target's."""
+    Prefixes are not cached: a text's states are then computed in the same way each time. vLLM's CPU
+    build fails on a request with a seed whose prompt is computed in parts, so there it is not."""
     target = recipe.target
     extraction = {
         "method": "extract_hidden_states",
@@ -43,11 +44,11 @@ def serving_args(
         words += ["--revision", target.revision]
     if target.trust_remote_code:
         words.append("--trust-remote-code")
-    if not recipe.regenerate.endpoints:
-        words += ["--max-model-len", str(spec.longest + 1)]
-    words.append("--no-enable-prefix-caching")
+    length = spec.longest + 1
+    words += ["--max-model-len", str(length), "--no-enable-prefix-caching"]
     if on_cpu:
-        words.append("--enforce-eager")
+        words += ["--enforce-eager", "--no-enable-chunked-prefill"]
+        words += ["--max-num-batched-tokens", str(max(length, LEAST_BATCHED_TOKENS))]
     words += ["--speculative-config", json.dumps(extraction)]
     return [*words, "--kv-transfer-config", json.dumps(transfer)]
 
