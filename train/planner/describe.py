@@ -9,7 +9,7 @@ from rich.filesize import decimal as size_text
 from rich.markup import escape
 from rich.table import Table
 
-from draftsmith.train.planner.plan import Phase, Plan, Stage
+from draftsmith.train.planner.plan import Parts, Phase, Plan, Stage
 
 Rows = Sequence[tuple[str, str]]
 
@@ -22,13 +22,19 @@ def describe(plan: Plan) -> None:
     for stage in plan.stages:
         title = f"Training: {stage.name}" if stage.name else "Training"
         _print(console, title, _training(stage, plan))
-    memory = plan.memory | {"total": sum(plan.memory.values())}
-    sizes = [(name, size_text(size)) for name, size in memory.items() if size]
-    _print(console, "Memory of one device while it trains, about", sizes)
+    _print(console, "Memory of one device while it trains, about", _sizes(plan.memory))
+    _print(console, "Memory of the host beside it, about", _sizes(plan.host))
+    _print(console, "Disk, about", _sizes(plan.disk))
     _print(console, "Assumed", [("", text) for text in plan.assumptions])
     for warning in plan.warnings:
         console.print(escape(warning), style="yellow", soft_wrap=True)
     console.print(escape(verdict(plan)), style="green" if plan.fits else "red", soft_wrap=True)
+
+
+def _sizes(parts: Parts) -> Rows:
+    """Sizes in bytes, and their sum."""
+    rows = [(name, size_text(size)) for name, size in parts.items() if size]
+    return [*rows, ("total", size_text(sum(parts.values())))] if rows else []
 
 
 def verdict(plan: Plan) -> str:
@@ -75,6 +81,10 @@ def _training(stage: Stage, plan: Plan) -> Rows:
         ("a step", f"{tokens:,} tokens ({step.rows} rows x {step.micro_steps} micro-steps)"),
         ("settings", stage.training.describe()),
     ]
+    if stage.recipe.features.endpoints and plan.device:
+        tokens = stage.states_per_second(plan.device)
+        rate = f"{tokens:,.0f} tokens/s ({size_text(int(tokens * stage.feature_bytes))}/s)"
+        rows.append(("states of servers", f"{rate}, so that the training never waits"))
     of = "" if stage.steps else ", one step"
     for phase in stage.phases[:-2]:
         rows.append((phase.name, _work(phase, plan)))
@@ -86,7 +96,9 @@ def _training(stage: Stage, plan: Plan) -> Rows:
 def _work(phase: Phase, plan: Plan) -> str:
     """Arithmetic of a phase, and its time on a device."""
     text = f"{phase.flops / 1e15:.3g} PFLOP"
-    if plan.device:
+    if phase.elsewhere:
+        text += ", at servers"
+    elif plan.device:
         text += f", {duration(phase.seconds(plan.device, plan.count))}"
     return text
 
@@ -107,7 +119,9 @@ def _budget(stage: Stage, plan: Plan) -> str:
 
 
 def _print(console: Console, title: str, rows: Rows) -> None:
-    """A table of names and values."""
+    """A table of names and values, unless it is empty."""
+    if not rows:
+        return
     table = Table(title=title, title_justify="left", title_style="bold", box=None)
     table.show_header = table.pad_edge = False
     table.add_column(style="dim", no_wrap=True)

@@ -15,6 +15,7 @@ Nothing is loaded or run: the target and the drafter are modules without memory.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -42,14 +43,17 @@ Parts = dict[str, int]  # bytes, by what takes them
 @dataclass(frozen=True)
 class Phase:
     """`flops`: over all devices; `read`: bytes that the devices read from memory in rounds too
-    small for their arithmetic to count, over all devices."""
+    small for their arithmetic to count, over all devices. `elsewhere`: servers do it meanwhile."""
 
     name: str
     flops: float
     dtype: torch.dtype
     read: float = 0.0
+    elsewhere: bool = False
 
     def seconds(self, device: Device, count: int) -> float:
+        if self.elsewhere:
+            return 0.0
         best = max(self.flops / device.peak(self.dtype), self.read / device.bandwidth)
         return best / count / device.share
 
@@ -131,7 +135,9 @@ class Stage:
         trained, parameters = self.trainable, self.head.named_parameters()
         if not any("lm_head" in name and p.requires_grad for name, p in parameters):
             trained += self.drafter.hidden_size * self.drafter.draft_vocab_size
-        phases.append(Phase("features of the target", seen * forward, target.dtype))
+        served = bool(recipe.features.endpoints)
+        features = Phase("features of the target", seen * forward, target.dtype, elsewhere=served)
+        phases.append(features)
         drafted = 6.0 * tokens * self.depths * trained
         return [*phases, Phase("drafter, forward and backward", drafted, self.autocast)]
 
@@ -145,6 +151,11 @@ class Stage:
         *_, features, drafting = self.phases
         seconds = features.seconds(device, self.count) + drafting.seconds(device, self.count)
         return seconds / (self.steps or 1)
+
+    def states_per_second(self, device: Device) -> float:
+        """Tokens whose states servers have to give, so that the training never waits for them."""
+        tokens = self.step_rows.rows_per_step * self.recipe.data.max_length
+        return tokens / self.step_seconds(device)
 
     def seconds(self, device: Device) -> float:
         """Infinite if neither steps nor minutes bound the training."""
@@ -198,6 +209,28 @@ class Stage:
         return 8 * self.trainable - 4 * sum(p.numel() for p in matrices)
 
     @property
+    def host(self) -> Parts:
+        """Bytes of the memory of one host, for all of its processes."""
+        recipe = self.recipe
+        loads = recipe.trains_with_decoder or recipe.writes_with_decoder
+        copies = self.device.type != "cpu" and loads
+        unread = recipe.features.unread_gb * 1e9 if recipe.features.endpoints else 0.0
+        return {
+            "target while it is loaded": self.whole_target * self.count if copies else 0,
+            "states under way or unread": round(unread * self.count),
+        }
+
+    @property
+    def disk(self) -> Parts:
+        """Bytes left on the disk: two checkpoints, the best weights, and features."""
+        weights = 4 * sum(tensor.numel() for tensor in self.head.state_dict().values())
+        cached = self.feature_bytes * self.tokens if self.recipe.features.mode == "cache" else 0
+        return {
+            "checkpoints": 3 * weights + 2 * self.optimizer_bytes,
+            "features": cached,
+        }
+
+    @property
     def memory(self) -> Parts:
         """Bytes of one device while it trains."""
         recipe, target, drafter = self.recipe, self.target, self.drafter
@@ -239,6 +272,19 @@ class Plan:
         """Bytes of one device where it takes the most: in a training, or before it."""
         parts = [part for stage in self.stages for part in (stage.memory, stage.written_with)]
         return max(parts, key=lambda part: sum(part.values()))
+
+    @property
+    def host(self) -> Parts:
+        """Bytes of the memory of one host, where a stage takes the most."""
+        return max((stage.host for stage in self.stages), key=lambda part: sum(part.values()))
+
+    @property
+    def disk(self) -> Parts:
+        """Bytes on the disk, of all stages together."""
+        total: Counter[str] = Counter()
+        for stage in self.stages:
+            total.update(stage.disk)
+        return dict(total)
 
     @property
     def fits(self) -> bool:

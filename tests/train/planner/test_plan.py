@@ -168,6 +168,23 @@ def test_time_grows_with_steps_and_falls_with_devices(folder):
     assert likely(steps=None, max_minutes=3) == pytest.approx(180)
 
 
+def test_servers_take_no_time_of_the_trainer_and_have_to_keep_up_with_it(folder):
+    def likely(**features):
+        recipe = make_recipe(tree(folder, steps=10) | {"features": features})
+        return make_plan(recipe, DEVICES["l4"])
+
+    here, served = likely(), likely(**SERVED | {"mode": "online", "unread_gb": 3.0})
+    (stage,) = served.stages
+    features = here.stages[0].phases[-2]
+    assert here.seconds - served.seconds == pytest.approx(features.seconds(DEVICES["l4"], 1))
+    tokens = stage.step_rows.rows_per_step * stage.recipe.data.max_length
+    rate = stage.states_per_second(DEVICES["l4"])
+    assert rate * stage.step_seconds(DEVICES["l4"]) == pytest.approx(tokens)
+    assert served.host["states under way or unread"] == 3e9
+    cached = likely(**SERVED)
+    assert cached.disk["features"] == cached.stages[0].feature_bytes * cached.stages[0].tokens
+
+
 def test_unknown_devices_and_unknown_data(recipe_file, tmp_path):
     assert "--gpu abacus" in refused("plan", recipe_file, "--gpu", "abacus")
     assert "--gpu" in verdict(make_plan(load_recipe(recipe_file)))
