@@ -5,13 +5,21 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+from hs_connectors.mooncake_store import MooncakeStoreConfig
 
 from draftsmith.inference.vllm_bridge.hidden_states import CONNECTORS
 from draftsmith.train.features.states_spec import StatesSpec
 from draftsmith.train.recipe.recipe import Recipe
 
+OVER_MOONCAKE = {
+    "kv_connector": "MooncakeHiddenStatesConnector",
+    "kv_connector_module_path": "hs_connectors.mooncake_hidden_states_connector",
+}
+HOSTNAME = "@HOSTNAME@"  # of the server, which the shell that starts it knows
 LEAST_BATCHED_TOKENS = 2048  # of a step, so that short prompts are computed together
 # vLLM's own connector copies on CUDA streams; this project's stands in for it on a CPU.
 ON_GPU = {"kv_connector": "ExampleHiddenStatesConnector"}
@@ -36,9 +44,7 @@ def serving_args(
             "hf_config": {"eagle_aux_hidden_state_layer_ids": list(spec.layers)}
         },
     }
-    transfer: dict[str, Any] = dict(ON_CPU if on_cpu else ON_GPU)
-    transfer["kv_role"] = "kv_producer"
-    transfer["kv_connector_extra_config"] = {"shared_storage_path": str(root / spec.label)}
+    transfer = _transfer(recipe.features.mooncake, str(root / spec.label), on_cpu)
     words = ["vllm", "serve", target.model, "--dtype", spec.dtype_name]
     if target.revision is not None:
         words += ["--revision", target.revision]
@@ -53,6 +59,18 @@ def serving_args(
     return [*words, "--kv-transfer-config", json.dumps(transfer)]
 
 
+def _transfer(mooncake: str | None, folder: str, on_cpu: bool) -> dict[str, Any]:
+    """vLLM's configuration of the connector: through files in `folder`, or through Mooncake."""
+    if mooncake is None:
+        connector = ON_CPU if on_cpu else ON_GPU
+        extra: dict[str, Any] = {"shared_storage_path": folder}
+    else:
+        store = MooncakeStoreConfig(local_hostname=HOSTNAME, master_server_address=mooncake)
+        connector = OVER_MOONCAKE
+        extra = {"mooncake": asdict(store)}
+    return {**connector, "kv_role": "kv_producer", "kv_connector_extra_config": extra}
+
+
 def shell_command(words: Sequence[str], *, on_cpu: bool = False) -> str:
     """The command as one prints it: an option a line."""
     lines: list[list[str]] = [[]]
@@ -60,5 +78,5 @@ def shell_command(words: Sequence[str], *, on_cpu: bool = False) -> str:
         if word.startswith("--"):
             lines.append([])
         lines[-1].append(word)
-    command = " \\\n  ".join(map(shlex.join, lines))
+    command = " \\\n  ".join(map(shlex.join, lines)).replace(HOSTNAME, "'$(hostname -i)'")
     return f"PYTHONPATH={shlex.quote(str(CONNECTORS))} {command}" if on_cpu else command

@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import os
 import shutil
+import socket
 import threading
 import time
 from collections import deque
@@ -27,12 +29,14 @@ from typing import Any, Protocol
 import openai
 import torch
 from hs_connectors import FP8Transfer, HiddenStatesTransfer
+from hs_connectors.mooncake_store import MooncakeHiddenStatesStore, MooncakeStoreConfig
 from hs_connectors.transfer import wait_for_lock
 from openai import OpenAI
 from rich.filesize import decimal as size_text
 from safetensors import SafetensorError
 from torch import Tensor
 
+from draftsmith.speculators.errors import ConfigError
 from draftsmith.train.features.states_spec import StatesSpec
 from draftsmith.train.recipe.data_sections import EndpointSection
 from draftsmith.train.recipe.endpoints import (
@@ -239,6 +243,38 @@ class Files:
         return len(left)
 
 
+class Mooncake:
+    """A distributed store, for servers that share no folder with this process. What a server has
+    put for a run that was killed is evicted by the store itself, which cannot be listed."""
+
+    def __init__(self, master: str, unread_bytes: float) -> None:
+        """`master`: HOST:PORT. ConfigError: its package is not installed, or it does not answer."""
+        hostname = os.environ.get("MOONCAKE_LOCAL_HOSTNAME") or socket.gethostname()
+        config = MooncakeStoreConfig(
+            local_hostname=hostname,
+            master_server_address=master,
+            local_buffer_size=round(unread_bytes),
+        )
+        self._store = MooncakeHiddenStatesStore(config)
+        try:
+            self._store.setup()
+        except (ImportError, RuntimeError) as error:
+            raise ConfigError(str(error), where=f"features.mooncake {master}") from error
+        self._reading = threading.Lock()
+
+    def take(self, params: dict[str, Any], folder: Path) -> dict[str, Tensor]:
+        try:
+            with self._reading:
+                tensors = self._store.get_sample(params, timeout=TIMEOUT_S)
+                self._store.delete_sample(params["handle"])
+        except (KeyError, RuntimeError, TimeoutError) as error:
+            raise WrongStates(f"left no states in Mooncake: {error}") from None
+        return tensors
+
+    def remove_left_over(self, folder: Path, run: str) -> int:
+        return 0
+
+
 def _remove(path: Path) -> None:
     for left in (path, Path(f"{path}.lock")):
         with suppress(OSError):
@@ -249,6 +285,7 @@ class StateServers:
     """The servers of a recipe, in turn.
 
     root: the folder that the states' folder lies in. run: as `run_name` makes it.
+    mooncake: HOST:PORT of a Mooncake master, in place of the folder.
     unread_bytes: of states that are under way or lie unread, at most, but one text always; and of
     those that `of` holds for its caller, as many again.
 
@@ -263,6 +300,7 @@ class StateServers:
         run: str,
         unread_bytes: float,
         say: Callable[[str], None],
+        mooncake: str | None = None,
         patience_s: float = PATIENCE_S,
         first_pause_s: float = FIRST_PAUSE_S,
     ) -> None:
@@ -274,6 +312,8 @@ class StateServers:
         self.patience_s = patience_s
         self.first_pause_s = first_pause_s
         self._transfer: Transfer = Files(spec.dtype)
+        if mooncake is not None:
+            self._transfer = Mooncake(mooncake, unread_bytes)
         self.servers = [
             StateServer(section, spec, self.folder, self._transfer) for section in sections
         ]

@@ -275,6 +275,7 @@ def open_servers(recipe: Recipe, head: TargetHead, process: int, stages: Stages)
         StatesSpec.of_recipe(recipe, head.tap_layers, head),
         root=states_root(section.states_dir),
         run=run_name(recipe.output_dir, process),
+        mooncake=section.mooncake,
         unread_bytes=section.unread_gb * 1e9,
         say=stages.say,
     )

@@ -82,8 +82,8 @@ def _training(stage: Stage, plan: Plan) -> Rows:
         ("settings", stage.training.describe()),
     ]
     if stage.recipe.features.endpoints and plan.device:
-        tokens = stage.states_per_second(plan.device)
-        rate = f"{tokens:,.0f} tokens/s ({size_text(int(tokens * stage.feature_bytes))}/s)"
+        states = stage.states_per_second(plan.device)
+        rate = f"{states:,.0f} tokens/s ({size_text(int(states * stage.feature_bytes))}/s)"
         rows.append(("states of servers", f"{rate}, so that the training never waits"))
     of = "" if stage.steps else ", one step"
     for phase in stage.phases[:-2]:

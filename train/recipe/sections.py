@@ -367,6 +367,9 @@ class FeaturesSection(Section):
     states_dir: Text | None = None
     """folder that the servers write states to and all processes of the run read; null: shared
     memory of this machine"""
+    mooncake: Text | None = None
+    """HOST:PORT of a Mooncake master, through which the states come instead of through files, for
+    servers on other machines; needs the package mooncake-transfer-engine"""
     unread_gb: float = Field(4.0, gt=0)
     """states of a process that servers may have under way or unread, at most"""
 

@@ -3,10 +3,21 @@ where servers fail, answer otherwise or are killed."""
 
 from __future__ import annotations
 
+import ctypes
+import sys
+import types
+from pathlib import Path
+
 import pytest
 import torch
-from safetensors.torch import save_file
+from hs_connectors.mooncake_store import (
+    MooncakeHiddenStatesStore,
+    MooncakeStoreConfig,
+    packed_layout,
+)
+from safetensors.torch import load, save_file
 
+from draftsmith.speculators.errors import ConfigError
 from draftsmith.speculators.target.frozen_target import FrozenTarget
 from draftsmith.train.data.loss_mask import TokenRow
 from draftsmith.train.data.packing import PackedRow
@@ -214,3 +225,57 @@ def test_what_a_killed_run_left_is_removed_and_no_other_run_s(servers, fakes, sp
         (folder / f"cmpl-{run}-7-0-ab.safetensors.lock").touch()
     servers(A)
     assert {path.name.split("-")[1] for path in folder.iterdir()} == {"r1"}
+
+
+class Store:
+    """Mooncake's store, in this process."""
+
+    def __init__(self) -> None:
+        self.objects: dict[str, bytes] = {}
+        self.put = lambda key, data: self.objects.__setitem__(key, data) or 0
+        self.is_exist = lambda key: int(key in self.objects)
+        self.get_size = lambda key: len(self.objects[key])
+        self.register_buffer = self.unregister_buffer = lambda *_: 0
+        self.setup = lambda *_: 0
+
+    def remove(self, key: str, force: bool) -> int:
+        return 0 if self.objects.pop(key, None) is not None else -704
+
+    def put_from(self, key: str, pointer: int, size: int) -> int:
+        self.objects[key] = ctypes.string_at(pointer, size)
+        return 0
+
+    def get_into(self, key: str, pointer: int, size: int) -> int:
+        ctypes.memmove(pointer, self.objects[key], size)
+        return size
+
+
+def test_states_through_mooncake_are_taken_out_of_it(
+    servers, fakes, target, spec, tmp_path, monkeypatch
+):
+    """By the protocol of hs-connectors; the store stands in for Mooncake's."""
+    store = Store()
+    module = types.SimpleNamespace(MooncakeDistributedStore=lambda: store)
+    monkeypatch.setitem(sys.modules, "mooncake", types.ModuleType("mooncake"))
+    monkeypatch.setitem(sys.modules, "mooncake.store", module)
+    producer = MooncakeHiddenStatesStore(MooncakeStoreConfig()).setup()
+
+    def put(answer):
+        path = Path(answer["kv_transfer_params"]["hidden_states_path"])
+        tensors = load(path.read_bytes())
+        path.unlink()
+        sizes = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+        specs, total = packed_layout(sizes)
+        manifest = {"version": 1, "handle": path.stem, "tensors": specs}
+        manifest["metadata"] = {"total_aligned_bytes": total}
+        producer.put_sample(manifest, tensors)
+        return answer | {"kv_transfer_params": manifest}
+
+    fakes[A].fields = put
+    assert_right(servers(A, mooncake="master:50051").of(TEXTS), target)
+    assert not store.objects
+
+
+def test_mooncake_that_is_not_installed_is_named(servers):
+    with raises_at(ConfigError, "features.mooncake master:50051"):
+        servers(A, mooncake="master:50051")
