@@ -18,7 +18,7 @@ from pathlib import Path
 from draftsmith.speculators.errors import DataError, HubError
 from draftsmith.speculators.hub import cached_folder, one_line, split_revision
 
-WEIGHTS = (".safetensors", ".bin")
+SUFFIXES = (".safetensors", ".bin")
 INDEX = "model.safetensors.index.json"
 SHA256 = re.compile(r"[0-9a-f]{64}")
 # A file that changed a moment ago may change again within one tick of its clock.
@@ -27,7 +27,7 @@ SETTLED_S = 2.0
 
 def weights_sha256(folder: str | os.PathLike[str]) -> str:
     """Hash over the names and the contents of the weight files in `folder`. DataError: none."""
-    files = [path for path in Path(folder).iterdir() if path.name.endswith(WEIGHTS)]
+    files = [path for path in Path(folder).iterdir() if path.name.endswith(SUFFIXES)]
     if not files:
         raise DataError("has no weight files to hash", where=f"{folder}")
     return _combined({path.name: file_sha256(path) for path in files})
@@ -80,7 +80,7 @@ def _is_whole(folder: Path) -> bool:
     """True if all weight files of a snapshot are there: those of the index, if it has one."""
     index = folder / INDEX
     if not index.is_file():
-        return any(path.name.endswith(WEIGHTS) for path in folder.iterdir())
+        return any(path.name.endswith(SUFFIXES) for path in folder.iterdir())
     shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
     return all((folder / shard).is_file() for shard in shards)
 
@@ -101,7 +101,7 @@ def _stated_by_hub(name: str, revision: str | None) -> dict[str, str]:
     files = {
         file.rfilename: file.lfs.sha256
         for file in info.siblings or ()
-        if file.rfilename.endswith(WEIGHTS) and "/" not in file.rfilename and file.lfs
+        if file.rfilename.endswith(SUFFIXES) and "/" not in file.rfilename and file.lfs
     }
     if not files:
         raise DataError("has no weight files to hash", where=name)

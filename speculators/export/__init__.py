@@ -29,7 +29,7 @@ from draftsmith.speculators.hub import may_be_on_hub, one_line, split_revision
 from draftsmith.speculators.registry import family_class
 from draftsmith.speculators.target.target_head import TargetHead
 
-WEIGHTS = "weights_sha256"  # of the target, in what an export says of it
+WEIGHTS_HASH = "weights_sha256"  # of the target, in what an export says of it
 # What to do where a folder is not there: a run writes its drafter when it ends.
 NO_FOLDER = "run the recipe first if a run writes it, or give another folder or a repository id"
 
@@ -77,7 +77,7 @@ def other_target(fields: Mapping[str, Any], weights: str) -> str | None:
     """What to warn of if a drafter with these `fields` of config.json was trained for a target of
     other weights than those with the sha256 `weights`; None: it was not, or does not say."""
     target = (fields.get("draftsmith") or {}).get("target") or {}
-    if target.get(WEIGHTS) in (None, weights):
+    if target.get(WEIGHTS_HASH) in (None, weights):
         return None
     return (
         f"it was trained for {target.get('name_or_path')} with other weights than this target has:"

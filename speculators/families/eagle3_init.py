@@ -63,9 +63,8 @@ def _tap_scale(head: DecoderChain, target: TargetHead) -> Tensor:
         )
     scale = torch.ones(len(config.tap_layers), 1, device=target.device)
     if not (config.norm_before_fc or config.fc_norm):
-        seen = (
-            target(target.start_text())[0].float().view(-1, len(config.tap_layers), width)
-        )  # [64, n, H]
+        taps, _ = target(target.start_text())
+        seen = taps.float().view(-1, len(config.tap_layers), width)  # [START_TOKENS, n, H]
         scale = seen.square().mean(-1).sqrt().median(0).values[:, None].clamp(min=1e-6)  # [n, 1]
     return scale.expand(-1, width).reshape(-1)
 

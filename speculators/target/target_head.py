@@ -9,29 +9,22 @@ from elsewhere."""
 from __future__ import annotations
 
 import copy
-import json
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightRenaming, rename_source_key
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 from draftsmith.speculators.errors import CheckpointError, ConfigError, UnsupportedTarget
 from draftsmith.speculators.hub import one_line, split_revision
 from draftsmith.speculators.precision import as_dtype, running_dtype, say_widened
 from draftsmith.speculators.target import probe
+from draftsmith.speculators.target.checkpoint_tensors import Checkpoint, read_tensors
 from draftsmith.speculators.target.info import sketch_target
 
 START_TOKENS = 64
-LAYER_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")  # the first of a tensor's name; experts follow it
 # What the forward of a model without layers may raise.
 _SHAPE_ERRORS = (UnsupportedTarget, AttributeError, LookupError, RuntimeError, TypeError)
 
@@ -299,103 +292,3 @@ def _probed(model: PreTrainedModel, tap_layers: Sequence[int]) -> TargetHead:
     with suppress(UnsupportedTarget):  # few ask for it, and it may have none
         head._norm_before_head()
     return head
-
-
-# ---------------------------------------------------------------------- tensors of a checkpoint
-
-
-class Checkpoint:
-    """Files of a checkpoint in a folder or a repository; from the Hub a file is fetched when it is
-    asked for."""
-
-    def __init__(self, name: str, revision: str | None) -> None:
-        self.name = name
-        self.revision = revision
-
-    def shards(self) -> dict[str, str]:
-        """The file of every tensor."""
-        if (index := self.path(SAFE_WEIGHTS_INDEX_NAME, required=False)) is not None:
-            return json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        path = self.path(SAFE_WEIGHTS_NAME)
-        with self._opened(path) as file:
-            return dict.fromkeys(file.keys(), SAFE_WEIGHTS_NAME)
-
-    def read(self, shards: Mapping[str, str]) -> dict[str, Tensor]:
-        """These tensors, on the CPU, each from its file."""
-        tensors = {}
-        for shard in sorted(set(shards.values())):
-            with self._opened(self.path(shard)) as file:
-                names = [name for name in shards if shards[name] == shard]
-                tensors |= {name: file.get_tensor(name) for name in names}
-        return tensors
-
-    def path(self, file: str, required: bool = True) -> Any:
-        """CheckpointError: it is required, and not there."""
-        try:
-            found = cached_file(self.name, file, revision=self.revision)
-        except OSError as error:
-            if not required:
-                return None
-            raise CheckpointError(
-                f"{file} is needed, and cannot be read ({one_line(error)})",
-                where=f"target {self.name}",
-            ) from error
-        return Path(found)
-
-    def _opened(self, path: Path) -> Any:
-        try:
-            return safe_open(path, framework="pt")
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"is damaged ({error})", where=f"{path}") from error
-
-
-def read_tensors(
-    checkpoint: Checkpoint, model: PreTrainedModel, where: str, layers: Sequence[int] = ()
-) -> dict[str, Tensor]:
-    """The tensors of a checkpoint that `model` has a place for, by transformers' rules, under the
-    names of the checkpoint. `layers`: the model's i-th layer is the checkpoint's layers[i], and is
-    named i. UnsupportedTarget: they are quantised."""
-    expected = model.state_dict()
-    conversions = get_model_conversion_mapping(model)
-    renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
-    converters = [each for each in conversions if not isinstance(each, WeightRenaming)]
-    prefix = model.base_model_prefix
-    shards = checkpoint.shards()
-    numbered = {name: _renumbered(name, layers) for name in shards}
-    names = {
-        name: rename_source_key(new, renamings, converters, prefix, expected)[0]
-        for name, new in numbered.items()
-        if new is not None
-    }
-    weights = checkpoint.read({name: shards[name] for name in names if names[name] in expected})
-    _refuse_quantised(weights, names, expected, where)
-    return {numbered[name] or name: weight for name, weight in weights.items()}
-
-
-def _renumbered(name: str, layers: Sequence[int]) -> str | None:
-    """A tensor's name with the place of its layer among `layers`; None: it is in no such layer."""
-    number = LAYER_NUMBER.search(name)
-    if not layers or number is None:
-        return name
-    if int(number[0]) not in layers:
-        return None
-    return LAYER_NUMBER.sub(str(layers.index(int(number[0]))), name, count=1)
-
-
-def _refuse_quantised(
-    weights: Mapping[str, Tensor], names: Mapping[str, str], expected: Mapping[str, Tensor], where
-) -> None:
-    """A quantised weight is of no float format, or is stored as several tensors of other names."""
-    folders = {name.rpartition(".")[0] for name in expected}
-    packed = [
-        name
-        for name, renamed in names.items()
-        if renamed not in expected and renamed.rpartition(".")[0] in folders
-    ]
-    quantised = [name for name, weight in weights.items() if weight.dtype not in probe.OF_STATES]
-    if faults := [*quantised, *packed]:
-        raise UnsupportedTarget(
-            f"its tensor {faults[0]!r} is of a quantised weight, which drafters share or start"
-            " from; use a checkpoint whose own is not",
-            where=f"target {where}",
-        )

@@ -15,7 +15,7 @@ import torch
 from draftsmith.speculators.digests import model_weights_sha256, weights_sha256
 from draftsmith.speculators.drafter import Drafter
 from draftsmith.speculators.errors import CheckpointError
-from draftsmith.speculators.export import WEIGHTS, describe_target, export_drafter, read_fields
+from draftsmith.speculators.export import WEIGHTS_HASH, describe_target, export_drafter, read_fields
 from draftsmith.speculators.precision import as_dtype
 from draftsmith.speculators.registry import family_class
 from draftsmith.speculators.target.info import TargetSketch
@@ -56,10 +56,10 @@ def export(recipe: Recipe, trained: Trained) -> Path:
         before, after = trained.joint.held_out_loss(texts)
         change = {"before": before, "after": after, "responses": len(texts)}
         trained.joint.export(out / TARGET, trained.tokenizer, change)
-        target = {"name_or_path": str(out / TARGET), WEIGHTS: weights_sha256(out / TARGET)}
+        target = {"name_or_path": str(out / TARGET), WEIGHTS_HASH: weights_sha256(out / TARGET)}
     else:
         weights = model_weights_sha256(recipe.target.model, recipe.target.revision)
-        target = {WEIGHTS: weights}
+        target = {WEIGHTS_HASH: weights}
     provenance["target"] = describe_target(drafter.target) | target
     for i, name in enumerate(recipe.export.formats):
         folder = out / (f"{EXPORT}-{name}" if i else EXPORT)
@@ -100,7 +100,7 @@ def _weights_then(run_dir: Path) -> dict[str, str]:
     if not (run_dir / EXPORT).is_dir():
         return {}
     target = (read_fields(run_dir / EXPORT).get("draftsmith") or {}).get("target") or {}
-    return {name: value for name, value in target.items() if name == WEIGHTS}
+    return {name: value for name, value in target.items() if name == WEIGHTS_HASH}
 
 
 def _dtype(requested: str, target: TargetHead | TargetSketch) -> torch.dtype:

@@ -346,9 +346,11 @@ def not_finite(name: str) -> Fault:
 
 
 def not_floating(name: str, dtype: str) -> Fault:
-    text = f"{name} is stored as {dtype}; expected floating-point numbers: as they stand, integers"
-    remedy = "lack the scale that makes weights of them; export the drafter without quantisation"
-    return Fault(name, f"{text} {remedy}", "engines draft nonsense, or refuse it")
+    text = (
+        f"{name} is stored as {dtype}, expected floating-point numbers: integers lack the scale"
+        " that makes weights of them; export the drafter without quantisation"
+    )
+    return Fault(name, text, "engines draft nonsense, or refuse it")
 
 
 def refuse(faults: Sequence[Fault], folder: str | Path) -> None:

@@ -18,14 +18,17 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 
 from draftsmith.speculators.errors import ConfigError
 from draftsmith.speculators.hub import one_line
+from draftsmith.speculators.target.checkpoint_tensors import Checkpoint, read_tensors
 from draftsmith.speculators.target.probe import needs_eager, refuse_incomplete
-from draftsmith.speculators.target.target_head import Checkpoint, TargetHead, read_tensors
+from draftsmith.speculators.target.target_head import TargetHead
 
 # Fields that say nothing of the weights, and differ between a model, its folder and an export.
 _ELSEWHERE = {"_name_or_path", "architectures", "dtype", "torch_dtype", "draftsmith"}
 _ELSEWHERE |= {"transformers_version"}
 # Fields that say how many layers, from the first on, are of one kind.
 _LEADING_LAYERS = {"max_window_layers", "first_k_dense_replace"}
+# What transformers raises for fields that it cannot build a configuration from.
+_BUILD_ERRORS = (TypeError, ValueError, KeyError, AttributeError, StrictDataclassError)
 
 
 def plain_fields(
@@ -39,13 +42,7 @@ def plain_fields(
         fields = {name: value for name, value in config.items() if name not in _ELSEWHERE}
         try:
             config = AutoConfig.for_model(**fields)
-        except (
-            TypeError,
-            ValueError,
-            KeyError,
-            AttributeError,
-            StrictDataclassError,
-        ) as error:
+        except _BUILD_ERRORS as error:
             raise ConfigError(
                 f"transformers builds no model of {fields.get('model_type')!r}: {one_line(error)}",
                 where=where,
