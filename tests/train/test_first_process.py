@@ -94,7 +94,7 @@ def words_of_the_first(folder: Path) -> list[Any]:
     cached = recipe_of("eagle3", features={"mode": "cache", "dir": str(own / "features")})
     nothing: Any = None  # is looked at before
     try:
-        _fill_together(cached, nothing, [(nothing, [])], accelerator, Stages(enabled=False))
+        _fill_together(cached, nothing, [(nothing, [nothing])], accelerator, Stages(enabled=False))
     except ConfigError as error:
         results["cache"] = error.where
     everyone = gather_object([results])

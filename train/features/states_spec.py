@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from draftsmith.speculators.target.info import TargetSketch
-from draftsmith.speculators.target.target_head import TargetHead
+from draftsmith.speculators.target.target_head import START_TOKENS, TargetHead
 from draftsmith.train.recipe.recipe import Recipe
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -41,7 +41,7 @@ class StatesSpec:
     ) -> StatesSpec:
         """The taps of a recipe's drafter in their order, and the stream before the final norm."""
         layers = (*(tap for tap in tap_layers if tap != target.num_layers), target.num_layers)
-        longest = recipe.data.max_length
+        longest = max(recipe.data.max_length, START_TOKENS)  # a start's text may be asked for, too
         return cls(recipe.target.model, layers, target.hidden_size, target.dtype, longest)
 
     @property

@@ -92,10 +92,10 @@ def _fill_together(
 ) -> None:
     """Fills the caches by all processes, or by the first one where vLLM takes all devices. The
     decoder is gone afterwards, unless it stays."""
-    if wanted and not is_shared(accelerator, _root(recipe)):
+    if any(rows for _, rows in wanted) and not is_shared(accelerator, _root(recipe)):
         raise ConfigError(
-            f"{_root(recipe)} is another folder on another machine; give one on a disk that all"
-            " of them see",
+            f"{_root(recipe)} is another folder on another machine; the features that are read"
+            " again, of held-out texts too, lie there: give one on a disk that all of them see",
             where="features.dir",
         )
     accelerator.wait_for_everyone()  # so that all find the same texts missing

@@ -347,7 +347,7 @@ GATES_OF_TEMPERATURES = (
 
 
 class FeaturesSection(Section):
-    """The target's features of training rows. Only `mode: cache` reads `encoding` and `dir`."""
+    """The target's features of training rows. Only `mode: cache` reads `encoding`."""
 
     mode: Literal["online", "cache"] = "online"
     """online: computed when a step needs them; cache: written to disk once, then read"""
@@ -355,7 +355,8 @@ class FeaturesSection(Section):
     """how states are written; exact: in the target's dtype, rotated: a quarter of bf16;
     docs/training.md has sizes and losses"""
     dir: Text | None = None
-    """folder of the cache, which recipes may share; null: `features` in the run's folder"""
+    """folder of the cache, and of held-out texts' features where servers give them; recipes may
+    share it, all machines must see it; null: `features` in the run's folder"""
     engine: Literal["draftsmith", "vllm"] = "draftsmith"
     """draftsmith: this process; vllm: its hidden-state extraction, at `endpoints`, or started here
     to fill a cache"""

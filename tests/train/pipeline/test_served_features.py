@@ -12,6 +12,7 @@ from accelerate import Accelerator
 
 from draftsmith.inference.progress import Stages
 from draftsmith.speculators.target.frozen_target import FrozenTarget
+from draftsmith.speculators.target.target_head import TargetHead
 from draftsmith.train.features.states_spec import StatesSpec
 from draftsmith.train.pipeline.export_stage import Trained
 from draftsmith.train.pipeline.run import train
@@ -34,7 +35,7 @@ def target_folder(tmp_path_factory) -> Path:
     return folder
 
 
-def recipe_in(folder: Path, target: Path, **features: Any) -> Recipe:
+def recipe_in(folder: Path, target: Path, max_length: int = 128, **features: Any) -> Recipe:
     return recipe_of(
         "eagle3",
         target={"model": str(target), "dtype": "float32"},
@@ -42,7 +43,7 @@ def recipe_in(folder: Path, target: Path, **features: Any) -> Recipe:
         data={
             "train": [quickstart("train", 6)],
             "validation": [quickstart("validation", 2)],
-            "max_length": 128,
+            "max_length": max_length,
         },
         drafter={"unroll_steps": 2, "draft_vocab_size": 256, "tap_layers": TAPS},
         regenerate={"max_new_tokens": 4},
@@ -81,3 +82,9 @@ def test_states_through_a_server_and_through_the_disk_give_the_same_weights(run,
     again = [(record["loss"], record.get(EXPECTED)) for record in from_disk.state.history]
     assert again == figures
     assert figures[-1][1] >= 1
+
+
+def test_servers_of_short_rows_have_room_for_the_text_of_a_start(target_folder, tmp_path):
+    recipe = recipe_in(tmp_path, target_folder, max_length=16)
+    head = TargetHead.from_pretrained(str(target_folder), tap_layers=TAPS)
+    assert StatesSpec.of_recipe(recipe, TAPS, head).longest >= head.start_text().shape[1]
