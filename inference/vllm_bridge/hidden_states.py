@@ -54,7 +54,7 @@ class HiddenStates:
             "model": model,
             "options": {"dtype": dtype, "max_model_len": longest + 2, **(options or {})},
             "speculative_config": extraction,
-            "hidden_states": {"folder": self._folder.name, "connectors": str(CONNECTORS)},
+            "hidden_states": {"folder": self._folder.name},
         }
         self._worker: Worker | None = None
 

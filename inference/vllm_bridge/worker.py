@@ -5,9 +5,9 @@
 First question: {"model": …, "options": {…}, "speculative_config": {…} or null}; its answer says
 which vLLM this is. Any other: {"prompts": [[token ids]], "params": [{…}]}; its answer has, per
 prompt, the tokens in the steps they came in and, with drafting, the drafts accepted and proposed in
-every round that had some. With {"hidden_states": {"folder": …, "connectors": …}} in the first
-question, the file with the prompt's hidden states. Imports nothing of this project: the environment
-that has vLLM need not have it. vLLM's own lines go to standard error."""
+every round that had some. With {"hidden_states": {"folder": …}} in the first question, the file
+with the prompt's hidden states. Imports nothing of this project: the environment that has vLLM need
+not have it. vLLM's own lines go to standard error."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
+CONNECTORS = HERE / "connectors"
 SETTINGS = {  # defaults of environment variables
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # one process less to start and to stop
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # two engines take turns on the same cores
@@ -36,6 +37,9 @@ def start(question: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
 
     on_cpu = current_platform.is_cpu()
     if on_cpu:
+        sys.path.append(str(CONNECTORS))
+        from cpu_repairs import repair
+
         repair()
     options = dict(
         skip_tokenizer_init=True,
@@ -57,50 +61,14 @@ def connector(extraction: dict[str, str], on_cpu: bool) -> dict[str, Any]:
     project's."""
     chosen = {"kv_connector": "ExampleHiddenStatesConnector"}
     if on_cpu:
-        sys.path.append(extraction["connectors"])
         inherited = os.environ.get("PYTHONPATH")  # by processes that vLLM may start
-        os.environ["PYTHONPATH"] = os.pathsep.join(
-            filter(None, (inherited, extraction["connectors"]))
-        )
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (inherited, str(CONNECTORS))))
         chosen = {
             "kv_connector": "CpuHiddenStatesConnector",
             "kv_connector_module_path": "cpu_hidden_states",
         }
     where = {"shared_storage_path": extraction["folder"]}
     return {**chosen, "kv_role": "kv_producer", "kv_connector_extra_config": where}
-
-
-def repair() -> None:
-    """Mends vLLM's CPU build in this process (docs/serve.md)."""
-    from vllm.model_executor.models import qwen3_dflash
-    from vllm.v1.sample import rejection_sampler
-
-    rejection_sampler.expand_batch_to_tokens = expand
-    qwen3_dflash.DFlashQwen3Model._normalize_context_k = norm_keys
-
-
-def expand(
-    x: Any, cu_num_tokens: Any, num_tokens: int, replace_from: Any = 0, replace_to: Any = 0
-) -> Any:
-    """Repeats values x [B] for each token of their requests, given the running sum of tokens [B] ->
-    [num_tokens].
-
-    It stands in for vLLM's `expand_batch_to_tokens`, whose CPU kernel writes floats into a copy.
-    """
-    counts = cu_num_tokens.diff(prepend=cu_num_tokens.new_zeros(1)).long()
-    return x.masked_fill(x == replace_from, replace_to).repeat_interleave(
-        counts, output_size=int(num_tokens)
-    )
-
-
-def norm_keys(model: Any, keys: Any) -> Any:
-    """Context keys [layers, tokens, heads, head_dim] of a DFlash drafter, each layer normed by its
-    own `k_norm`.
-
-    It stands in for the model's `_normalize_context_k`, whose CPU kernel reads the first layer's
-    weights for all."""
-    scale = keys.float().square().mean(-1, keepdim=True).add(model._rms_norm_eps).rsqrt()
-    return (keys * scale).to(keys.dtype) * model._k_norm_weights[:, None, None]
 
 
 def write(

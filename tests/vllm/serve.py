@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
-WORKER = Path(__file__).resolve().parents[2] / "inference" / "vllm_bridge" / "worker.py"
+BRIDGE = Path(__file__).resolve().parents[2] / "inference" / "vllm_bridge"
 SETTINGS = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine here, where its drafts can be seen
@@ -108,7 +108,7 @@ def repaired() -> Iterator[None]:
     from vllm.v1.sample import rejection_sampler
 
     broken = rejection_sampler.expand_batch_to_tokens, DFlashQwen3Model._normalize_context_k
-    runpy.run_path(str(WORKER))["repair"]()
+    runpy.run_path(str(BRIDGE / "connectors" / "cpu_repairs.py"))["repair"]()
     try:
         yield
     finally:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import openai
 import pytest
 import torch
 
@@ -86,3 +87,8 @@ def test_states_of_a_served_target_are_its_own_and_leave_no_file(vllm_server, tm
     assert_those_of(target, texts, servers.of(texts), 1e-5)
     servers.close()
     assert not list(tmp_path.glob("*/*"))
+    write = openai.OpenAI(base_url=f"{url}/v1", api_key="none").completions.create
+    for prompt in PROMPTS:  # nearly greedy: temperatures of other rows or of none would show
+        fields = {"model": TARGET, "prompt": prompt, "max_tokens": 16, "seed": 1}
+        greedy, sampled = (write(**fields, temperature=t).choices[0].text for t in (0, 1e-3))
+        assert sampled == greedy

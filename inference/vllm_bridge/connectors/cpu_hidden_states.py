@@ -10,9 +10,12 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import cpu_repairs
 import torch
 from safetensors.torch import save_file
 from vllm.distributed.kv_transfer.kv_connector.v1 import example_hidden_states_connector as own
+
+cpu_repairs.repair()  # in each process of vLLM that has the connector
 
 
 class CpuHiddenStatesConnector(own.ExampleHiddenStatesConnector):
