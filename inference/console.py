@@ -60,7 +60,7 @@ class Terminated(KeyboardInterrupt):
 
 
 @contextmanager
-def watched(name: str) -> Iterator[Activity]:
+def supervised(name: str) -> Iterator[Activity]:
     """Runs a command: what works without a word is named now and then, and a command that is
     stopped by SIGINT or SIGTERM ends with 130 or 143. What it has measured or saved by then, it
     says itself."""
@@ -68,7 +68,8 @@ def watched(name: str) -> Iterator[Activity]:
     def terminate(number: int, frame: Any) -> None:
         raise Terminated
 
-    errors, before = Console(stderr=True, soft_wrap=True), None
+    errors = Console(stderr=True, soft_wrap=True)
+    before = None
     if threading.current_thread() is threading.main_thread():
         before = signal.signal(signal.SIGTERM, terminate)
     try:
@@ -94,5 +95,5 @@ def run_alone(name: str, register: Callable[[typer.Typer], object]) -> None:
     of this process."""
     app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
     register(app)
-    with user_errors(), watched(f"draftsmith {name}"):
+    with user_errors(), supervised(f"draftsmith {name}"):
         app(prog_name=f"draftsmith {name}")

@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import typer
 from transformers.utils.logging import disable_progress_bar
 
-from draftsmith.inference.console import user_errors, watched
+from draftsmith.inference.console import supervised, user_errors
 from draftsmith.inference.entrypoints.prompts import Prompt, chat_prompts, read_prompts
 from draftsmith.inference.entrypoints.vllm_options import NGRAM
 from draftsmith.inference.evaluation.demo_prompts import demo_prompts
@@ -132,5 +132,5 @@ def as_prompts(
 
 
 if __name__ == "__main__":
-    with user_errors(), watched("offline"):
+    with user_errors(), supervised("offline"):
         app()

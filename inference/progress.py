@@ -79,9 +79,9 @@ class Heartbeat:
         if not innermost or innermost[0].shown or self.clock() - self.last_line < SILENCE:
             return
         activity = innermost[0]
-        what = ": ".join(filter(None, (activity.name, activity.note)))
+        work = ": ".join(filter(None, (activity.name, activity.note)))
         seconds = self.clock() - activity.began
-        self.print(activity.console, f"… still {what} ({seconds:.0f} s)", markup=False)
+        self.print(activity.console, f"… still {work} ({seconds:.0f} s)", markup=False)
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -114,7 +114,8 @@ class Stages:
         console: Console | None = None,
         heartbeat: Heartbeat = HEARTBEAT,
     ) -> None:
-        self.enabled, self.console = enabled, console or Console()
+        self.enabled = enabled
+        self.console = console or Console()
         self.heartbeat = heartbeat
 
     def say(self, text: str) -> None:
@@ -129,21 +130,11 @@ class Stages:
         if not self.enabled:
             yield unwatched
             return
-        live, clock = self.console.is_terminal, self.heartbeat.clock
-        columns = (
-            TextColumn("{task.description}", style="bold", markup=False),
-            BarColumn(),
-            TextColumn("{task.fields[position]}"),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[note]}", style="dim", markup=False),
-        )
+        live = self.console.is_terminal
+        clock = self.heartbeat.clock
         with (
             self.heartbeat.activity(name, self.console, shown=live) as activity,
-            Progress(
-                *columns, console=self.console, transient=True, disable=not live, get_time=clock
-            ) as bar,
+            _bar(self.console, clock) as bar,
         ):
             bar.add_task(name, total=total, note="", position="")
             task = bar.tasks[0]
@@ -164,6 +155,23 @@ class Stages:
             yield advance
         seconds = clock() - activity.began
         self.heartbeat.print(self.console, f"{name}: {seconds:.1f} s", markup=False)
+
+
+def _bar(console: Console, clock: Callable[[], float]) -> Progress:
+    """The live bar of a stage; shows nothing where there is no terminal."""
+    return Progress(
+        TextColumn("{task.description}", style="bold", markup=False),
+        BarColumn(),
+        TextColumn("{task.fields[position]}"),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[note]}", style="dim", markup=False),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+        get_time=clock,
+    )
 
 
 def position_text(done: float, total: float | None) -> str:

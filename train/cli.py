@@ -15,7 +15,7 @@ from rich.text import Text
 from typer.core import TyperGroup
 
 from draftsmith.inference.bench import bench_command
-from draftsmith.inference.console import announce, user_errors, watched
+from draftsmith.inference.console import announce, supervised, user_errors
 from draftsmith.inference.flags import json_option
 from draftsmith.inference.progress import HEARTBEAT, Stages
 from draftsmith.inference.server import serve_command
@@ -37,7 +37,7 @@ class Commands(TyperGroup):
     """The group of commands; prints the project's errors, and what works without a word."""
 
     def invoke(self, ctx: Any) -> Any:
-        with user_errors(), watched("draftsmith") as ctx.obj:
+        with user_errors(), supervised("draftsmith") as ctx.obj:
             return super().invoke(ctx)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:

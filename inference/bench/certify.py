@@ -37,6 +37,7 @@ BASELINE_SEED = 1 << 20  # first seed of the baseline's samples; the server's be
 
 WORST_FIRST = ("lossy", "undecided", "lossless")
 Part = dict[str, Any]
+Leading = dict[tuple[int, ...], dict[int, float]]  # log-probabilities after a text's beginning
 
 
 async def certify(
@@ -239,13 +240,7 @@ async def _sampled_part(
         leading = await _leading_after(baseline, prompt, drawn, expected)
         texts = [*drawn, *expected]
         rows = [[*text.tokens, *[END] * SAMPLED_TOKENS][:SAMPLED_TOKENS] for text in texts]
-        scores = [
-            sum(
-                token_score(leading[tuple(text.tokens[:i])], token)
-                for i, token in enumerate(text.tokens)
-            )
-            for text in texts
-        ]
+        scores = [_score(text, leading) for text in texts]
         tokens = np.array(rows).reshape(2, samples, SAMPLED_TOKENS)
         sampled.append(SampledPrompt(tokens, np.array(scores, dtype=float).reshape(2, samples)))
     result = compare_samples(sampled)
@@ -262,9 +257,16 @@ async def _sampled_part(
     }
 
 
+def _score(text: Text, leading: Leading) -> float:
+    """See two_samples.py."""
+    return sum(
+        token_score(leading[tuple(text.tokens[:i])], token) for i, token in enumerate(text.tokens)
+    )
+
+
 async def _leading_after(
     baseline: Completions, prompt: list[int], drawn: Sequence[Text], expected: Sequence[Text]
-) -> dict[tuple[int, ...], dict[int, float]]:
+) -> Leading:
     """The baseline's leading log-probabilities after every beginning of a sampled text. Those of
     its own texts came with them; it is asked for the others."""
     known = {

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,8 +26,7 @@ NO_IDS = (
     " `return_tokens_as_token_ids` too. vLLM and draftsmith serve have both"
 )
 
-
-Prompt = str | list[int]
+PromptInput = str | list[int]  # a text, or its token ids
 
 
 @dataclass(frozen=True)
@@ -41,10 +40,14 @@ class Text:
 
 
 class Logprobs(BaseModel):
+    """The leading tokens at each place, `token_id:<id>` -> log-probability."""
+
     top_logprobs: list[dict[str, float]]
 
 
 class Choice(BaseModel):
+    """One text of a completion."""
+
     token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None
     logprobs: Logprobs | None = None
@@ -66,20 +69,23 @@ class Completions:
         concurrency: int,
         ended: Callable[[], None] = lambda: None,
     ) -> None:
-        self.client, self.ended = client, ended
+        self.client = client
+        self.ended = ended
         self.where = f"{client.base_url}completions"
         self._slots = asyncio.Semaphore(concurrency)
         self._model: str | None = None  # not yet asked for
 
     async def model(self) -> str:
+        """The name of the server's model. Errors as of `served_model`."""
         if self._model is None:
             self._model = await served_model(self.client)
         return self._model
 
     async def complete(
-        self, prompt: Prompt, max_tokens: int, *, leading: int = 0, **fields: Any
+        self, prompt: PromptInput, max_tokens: int, *, leading: int = 0, **fields: Any
     ) -> Text:
-        """`leading`: most probable tokens whose log-probabilities are asked for."""
+        """The text of one request. `leading`: most probable tokens whose log-probabilities are
+        asked for. `fields`: more of the request's body. DraftsmithError as of the class."""
         body = {"model": await self.model(), "prompt": prompt, "max_tokens": max_tokens}
         body |= {"return_token_ids": True, **fields}
         if leading:
@@ -97,9 +103,9 @@ class Completions:
                 ) from None
         if not choice.token_ids or choice.prompt_token_ids is None:
             raise DraftsmithError(NO_IDS, where=self.where)
-        found = self._leading(choice, leading) if leading else []
+        logprobs = self._leading(choice, leading) if leading else []
         self.ended()
-        return Text(choice.prompt_token_ids, choice.token_ids, found)
+        return Text(choice.prompt_token_ids, choice.token_ids, logprobs)
 
     def _leading(self, choice: Choice, count: int) -> list[dict[int, float]]:
         """The `count` most probable tokens at each place: servers add the token that was drawn,
@@ -110,21 +116,21 @@ class Completions:
                 "answers without `logprobs` of every token, which are needed of a baseline",
                 where=self.where,
             )
-        found = []
-        for entries in places:
-            ranked = sorted(entries.items(), key=lambda entry: -entry[1])[:count]
-            logprobs = {}
-            for name, value in ranked:
-                match = ID.fullmatch(name)
-                if match is None:
-                    raise DraftsmithError(NO_IDS, where=self.where)
-                logprobs[int(match[1])] = value
-            found.append(logprobs)
-        return found
+        return [self._by_id(entries, count) for entries in places]
+
+    def _by_id(self, entries: Mapping[str, float], count: int) -> dict[int, float]:
+        logprobs = {}
+        for name, value in sorted(entries.items(), key=lambda entry: -entry[1])[:count]:
+            match = ID.fullmatch(name)
+            if match is None:
+                raise DraftsmithError(NO_IDS, where=self.where)
+            logprobs[int(match[1])] = value
+        return logprobs
 
     async def greedy(
-        self, prompts: Sequence[Prompt], max_tokens: int, leading: int = 0
+        self, prompts: Sequence[PromptInput], max_tokens: int, leading: int = 0
     ) -> list[Text]:
+        """A text at temperature 0 for each prompt."""
         requests = (
             self.complete(prompt, max_tokens, leading=leading, temperature=0) for prompt in prompts
         )

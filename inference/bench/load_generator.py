@@ -123,6 +123,7 @@ async def _measure(options: BenchOptions, questions: Sequence[Question]) -> dict
         arrivals = arrival_times(count, options.request_rate, options.seed)
         slots = asyncio.Semaphore(options.max_concurrency or count)
         before = await drafting_counters(client)
+        ended: list[Outcome] = []
         start = time.perf_counter()
 
         async def ask(index: int) -> Outcome:
@@ -133,7 +134,7 @@ async def _measure(options: BenchOptions, questions: Sequence[Question]) -> dict
             advance(len(ended))
             return outcome
 
-        stages, ended = Stages(console=Console(stderr=True)), list[Outcome]()
+        stages = Stages(console=Console(stderr=True))
         with stages.stage(f"requests to {options.url}", count) as advance:
             outcomes = await asyncio.gather(*map(ask, range(count)))
         duration = time.perf_counter() - start

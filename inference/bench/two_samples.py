@@ -97,13 +97,13 @@ class _Tables:
 
     def __init__(self, prompt: SampledPrompt) -> None:
         texts = prompt.tokens.reshape(-1, prompt.tokens.shape[-1])
-        found = [one for one in _categories(texts) if one[2].shape[1] > 1]
-        self.places = [(position, width) for position, width, _ in found]
+        tests = [test for test in _categories(texts) if test[2].shape[1] > 1]
+        self.places = [(position, width) for position, width, _ in tests]
         self.scores = prompt.scores.ravel()
-        self.sizes = np.array([member.shape[1] for *_, member in found], dtype=int)
+        self.sizes = np.array([member.shape[1] for *_, member in tests], dtype=int)
         self.first = np.cumsum(self.sizes) - self.sizes
         empty = np.zeros((len(texts), 0), dtype=np.float32)
-        self.member = np.concatenate([empty, *(member for *_, member in found)], axis=1)
+        self.member = np.concatenate([empty, *(member for *_, member in tests)], axis=1)
 
     def chi2(self, divisions: NDArray[np.float32]) -> NDArray[np.float64]:
         """[D, 2n], 1 for texts of the first sample -> [D, tests]. With a and b texts of a category

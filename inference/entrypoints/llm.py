@@ -221,7 +221,8 @@ class LLM:
         limit, vocab_size = self.engine.max_model_len, self.engine.target.vocab_size
         bad_words: dict[int, list[list[int]]] = {}  # by identity: many prompts may share parameters
         wrong_params: dict[int, dict[str, str]] = {}
-        checked, faults = [], []
+        checked: list[CheckedRequest] = []
+        faults: list[tuple[str, str]] = []  # what is at fault, and a sentence on it
         for i, (prompt, asked) in enumerate(zip(prompts, params, strict=True)):
             key = id(asked)
             if key not in bad_words:
@@ -279,7 +280,8 @@ class LLM:
     def _request(
         self, request_id: str, index: int, checked: CheckedRequest, streaming: bool
     ) -> Request:
-        prompt, params = checked.prompt, checked.params
+        prompt = checked.prompt
+        params = checked.params
         generator = detokenizer = None
         if params.seed is not None:
             generator = make_generator(params.seed + index)
@@ -338,15 +340,17 @@ class LLM:
         self.engine.reset_metrics()
 
 
-def _params_per_prompt(given: Params, count: int) -> list[SamplingParams]:
-    if given is None or isinstance(given, SamplingParams):
-        return [SamplingParams() if given is None else given.clone()] * count
-    if not isinstance(given, Sequence):
+def _params_per_prompt(sampling_params: Params, count: int) -> list[SamplingParams]:
+    if sampling_params is None:
+        return [SamplingParams()] * count
+    if isinstance(sampling_params, SamplingParams):
+        return [sampling_params.clone()] * count
+    if not isinstance(sampling_params, Sequence):
         raise ConfigError(
-            f"a {type(given).__name__}; expected SamplingParams, or a list of them",
+            f"a {type(sampling_params).__name__}; expected SamplingParams, or a list of them",
             where="sampling_params",
         )
-    params = list(given)
+    params = list(sampling_params)
     if len(params) != count:
         raise ConfigError(
             f"{len(params)} sampling params for {count} prompts; give one for all, or one for each",

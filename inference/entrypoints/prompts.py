@@ -52,9 +52,9 @@ def _read_prompt(prompt: Any, tokenizer: Any) -> Prompt:
             "images, audio and video are not read here; only text is", where="multi_modal_data"
         )
     if not isinstance(prompt, dict) or set(prompt) - {"prompt", "prompt_token_ids"} or not prompt:
-        given = [*prompt] if isinstance(prompt, dict) else type(prompt).__name__
+        kind = [*prompt] if isinstance(prompt, dict) else type(prompt).__name__
         raise ConfigError(
-            f'{given}; expected a string, {{"prompt": str}}, token ids or'
+            f'{kind}; expected a string, {{"prompt": str}}, token ids or'
             ' {"prompt_token_ids": [int]}'
         )
     token_ids = prompt.get("prompt_token_ids")

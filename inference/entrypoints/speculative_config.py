@@ -98,8 +98,8 @@ def _sizes(options: Mapping[str, Any], drafter: str, config: DrafterConfig) -> d
     steps = options.get("speculative_num_steps")
     if isinstance(topk, int) and isinstance(steps, int):
         return {"num_speculative_tokens": topk * steps}
-    own = (read_fields(drafter).get("draftsmith") or {}).get("num_speculative_tokens")
-    length = own or config.usual_drafts
+    section = read_fields(drafter).get("draftsmith") or {}
+    length = section.get("num_speculative_tokens") or config.usual_drafts
     if not length:
         length = NUM_SPECULATIVE_TOKENS
         logger.warning(

@@ -85,7 +85,7 @@ class SideBySide:
                 passes[name].append(run)
         except KeyboardInterrupt as interrupt:
             self.interrupt = interrupt
-        measured = {name: one for name, one in measured.items() if passes[name]}
+        measured = {name: result for name, result in measured.items() if passes[name]}
         for name, measurement in measured.items():
             if name == DEFAULT:
                 measurement.passes = {SPECULATIVE: passes[name]}
@@ -157,7 +157,8 @@ def compare_methods(
     """Runs the methods, prints the table and what it does not say, and saves the results as JSON;
     False if greedy responses differ by more than a tie. `prompts_of`: the tokenizer -> the
     prompts. An interrupt is raised again after the methods that were measured by then."""
-    console, stages = Console(), Stages(console=Console(stderr=True))
+    console = Console()
+    stages = Stages(console=Console(stderr=True))
     with stages.stage(f"load {model}"):
         engines = SideBySide(model, methods, **options)
         prompts = prompts_of(engines.tokenizer)

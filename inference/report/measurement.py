@@ -107,7 +107,8 @@ def _speed(parts: Sequence[Measurement]) -> dict[str, Any]:
     passes = {kind: [run for part in parts for run in part.passes[kind]] for kind in kinds}
     fields: dict[str, Any] = {"passes": passes}
     if SPECULATIVE in passes:
-        rate, repeats = rates(passes, SPECULATIVE), num_repeats(passes)
+        rate = rates(passes, SPECULATIVE)
+        repeats = num_repeats(passes)
         fields["tokens_per_second"] = {
             kind: estimate(draws, repeats) for kind, draws in rate.items()
         }

@@ -81,13 +81,13 @@ def stalled(passes: Mapping[str, Iterable[TimedPass]]) -> list[Stall]:
     for kind, runs in passes.items():
         for run in runs:
             grouped.setdefault((kind, run.workload), []).append(run)
-    found = []
+    stalls: list[Stall] = []
     for (kind, _), runs in grouped.items():
         usual = median_low(run.seconds / run.tokens for run in runs)
         ratios = [run.seconds / run.tokens / usual for run in runs]
-        found += [
+        stalls += [
             Stall(kind, run, ratio, len(runs))
             for run, ratio in zip(runs, ratios, strict=True)
             if ratio > STALL
         ]
-    return found
+    return stalls

@@ -128,7 +128,8 @@ def timing_notes(cell: Cell) -> list[str]:
     """How many tokens the times of a cell rest on, and the passes that stalled."""
     if not (drafted := cell.passes.get(SPECULATIVE)):
         return []
-    at, tokens = f"T={cell.temperature:g}", [run.tokens for run in drafted]
+    at = f"T={cell.temperature:g}"
+    tokens = [run.tokens for run in drafted]
     lines = [
         f"{at}: timed with drafting: {min(tokens):,} to {max(tokens):,} tokens per workload and"
         f" pass; passes: {num_repeats(cell.passes)}"

@@ -177,7 +177,8 @@ class EngineThread:
             try:
                 self.round()
             finally:
-                updates, self._updates = self._updates, []
+                updates = self._updates
+                self._updates = []
                 assert self._loop is not None
                 self._loop.call_soon_threadsafe(_deliver, updates)
 

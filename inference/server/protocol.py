@@ -10,6 +10,7 @@ import json
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import fields
+from itertools import chain
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
@@ -47,7 +48,7 @@ def _nested_too_deeply(value: Any) -> bool:
     level = [value]
     for _ in range(MOST_LEVELS):
         inner = [part.values() if isinstance(part, dict) else part for part in level]
-        level = [v for part in inner for v in part if isinstance(v, (dict, list))]
+        level = [v for v in chain.from_iterable(inner) if isinstance(v, (dict, list))]
         if not level:
             return False
     return True
@@ -89,9 +90,8 @@ class GenerationRequest(BaseModel):
         """The request in a body of JSON. null stands for the default, as in OpenAI's API."""
         try:
             body_fields = json.loads(body)
-            json.dumps(
-                body_fields, ensure_ascii=False
-            ).encode()  # JSON can spell what is no Unicode
+            text = json.dumps(body_fields, ensure_ascii=False)
+            text.encode()  # JSON can spell what is no Unicode
         except (ValueError, RecursionError) as error:
             raise APIError(400, f"the body is not JSON: {type(error).__name__}") from None
         if not isinstance(body_fields, dict):
@@ -128,7 +128,7 @@ class GenerationRequest(BaseModel):
             return
         if len(entries) > most:
             raise APIError(400, f"{name}: {len(entries)} entries; at most {most}", name)
-        if any(isinstance(one, str) and len(one) > MOST_CHARACTERS for one in entries):
+        if any(isinstance(entry, str) and len(entry) > MOST_CHARACTERS for entry in entries):
             raise APIError(400, f"{name}: at most {MOST_CHARACTERS} characters each", name)
 
     @property
@@ -164,7 +164,8 @@ class GenerationRequest(BaseModel):
         vocab_size = llm.engine.target.vocab_size
         self._require_few("allowed_token_ids", params.allowed_token_ids, vocab_size)
         self._require_few_logprobs(params, vocab_size, options.max_logprobs)
-        context, most = llm.engine.max_model_len, getattr(self, self.max_field) or 0
+        context = llm.engine.max_model_len
+        most = getattr(self, self.max_field) or 0
         prompts = []
         try:
             for prompt in self.tokenize(llm, options, limit):
@@ -226,12 +227,12 @@ class CompletionRequest(GenerationRequest):
 
     def tokenize(self, llm: LLM, options: ServerOptions, limit: TextLimit) -> Iterator[Prompt]:
         tokenizer = llm.get_tokenizer()
-        for given in self.prompt:
-            if isinstance(given, list):
-                yield Prompt(None, given)
+        for prompt in self.prompt:
+            if isinstance(prompt, list):
+                yield Prompt(None, prompt)
             else:
-                limit.check(given)
-                yield Prompt(given, list(tokenizer(given).input_ids))
+                limit.check(prompt)
+                yield Prompt(prompt, list(tokenizer(prompt).input_ids))
 
 
 class ChatRequest(GenerationRequest):

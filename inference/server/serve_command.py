@@ -51,7 +51,7 @@ def run(given: flags.Values, words: Sequence[str] = ()) -> None:
     logging.basicConfig(level=logging.INFO, format="%(levelname)s: %(message)s")
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # an exception would wait for what compiles
     with bind(options.host, options.port) as listening:
-        announce(listening, keyed=bool(options.api_key))
+        log_address(listening, keyed=bool(options.api_key))
         llm = load(options, words)
         if options.generation_config == "auto":
             config = getattr(llm.engine.target.model, "generation_config", None)
@@ -73,7 +73,7 @@ def bind(host: str, port: int) -> socket.socket:
         raise ConfigError(error.strerror or f"{error}", where=where) from None
 
 
-def announce(listening: socket.socket, keyed: bool) -> None:
+def log_address(listening: socket.socket, keyed: bool) -> None:
     """Logs where the server listens, who can reach it, and whether it asks for a key."""
     host, port = listening.getsockname()[:2]
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

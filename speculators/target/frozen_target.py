@@ -29,6 +29,7 @@ from draftsmith.speculators.target.info import auto_class_of
 from draftsmith.speculators.target.packed_attention import (
     LONG_ROW,
     Spans,
+    additive_mask,
     packed,
     packed_mask,
     placeholder,
@@ -348,7 +349,7 @@ class FrozenTarget(TargetHead):
 
     def _additive(self, mask: Tensor, B: int) -> Tensor:
         """[B or 1, 1, T, S] -> [B, 1, T, S], a view."""
-        return probe.additive_mask(mask, self.dtype).expand(B, -1, -1, -1)
+        return additive_mask(mask, self.dtype).expand(B, -1, -1, -1)
 
     def _shape_masks(self, full: Tensor | None, sliding: Tensor | None):
         if self._masks_by_kind:

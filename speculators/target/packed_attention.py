@@ -72,14 +72,27 @@ def packed_attention(
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout, scaling, **others
         )
-    rows, window = [], attention_mask.shape[3]
+    window = attention_mask.shape[3]
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return _attend(q, k, v, window, dropout, scaling).transpose(1, 2)
+
+    return _text_by_text(attend, query, key, value), None
+
+
+def _text_by_text(
+    attend: Callable[[Tensor, Tensor, Tensor], Tensor], query: Tensor, key: Tensor, value: Tensor
+) -> Tensor:
+    """Attention of packed rows [B, T, h, ·]. `attend`: queries, keys and values of one text
+    [1, ·, L, d] -> [1, L, h, ·]."""
+    rows = []
     for row, spans in enumerate(_spans.get()):
         texts = []
         for start, end in spans:
             q, k, v = (x[row : row + 1, :, start:end] for x in (query, key, value))
-            texts.append(_attend(q, k, v, window, dropout, scaling))
-        rows.append(torch.cat(texts, dim=2))
-    return torch.cat(rows).transpose(1, 2).contiguous(), None
+            texts.append(attend(q, k, v))
+        rows.append(torch.cat(texts, dim=1))
+    return torch.cat(rows)
 
 
 def _attend(
@@ -91,13 +104,11 @@ def _attend(
     if not window or L <= window:
         return attention(q, k, v, is_causal=L > 1, **options)
     blocks = []
-    for start in range(0, L, WINDOW_BLOCK):
-        end, first = min(start + WINDOW_BLOCK, L), max(start - window + 1, 0)
-        keys = torch.arange(first, end, device=q.device)
-        queries = torch.arange(start, end, device=q.device)[:, None]
-        mask = (keys <= queries) & (keys > queries - window)
-        seen = (k[:, :, first:end], v[:, :, first:end])
-        blocks.append(attention(q[:, :, start:end], *seen, mask, **options))
+    for queries, keys in _blocks(L, window, WINDOW_BLOCK):
+        mask = _causal(queries, keys, window, q.device)
+        seen = (x[:, :, keys.start : keys.stop] for x in (k, v))
+        asked = q[:, :, queries.start : queries.stop]
+        blocks.append(attention(asked, *seen, mask, **options))
     return torch.cat(blocks, dim=2)
 
 
@@ -119,41 +130,48 @@ def packed_eager(
 ) -> tuple[Tensor, None]:
     """As `packed_attention`, by the layer's eager attention over blocks of queries. Each query's
     row of scores is whole in its block, so that the result is the same."""
-    attend = eager_function(module)
-    assert attend is not None, "attends_by_name found one in every layer"
+    eager = eager_function(module)
+    assert eager is not None, "attends_by_name found one in every layer"
     if attention_mask is None or attention_mask.shape[2]:
-        return attend(module, query, key, value, attention_mask, **options)[0], None
-    rows, window = [], attention_mask.shape[3]
-    for row, spans in enumerate(_spans.get()):
+        return eager(module, query, key, value, attention_mask, **options)[0], None
+    window = attention_mask.shape[3]
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        heads, length = q.shape[1:3]
+        most = min(max(MOST_SCORES // (heads * length), 1), WINDOW_BLOCK)
         blocks = []
-        for begin, end in spans:
-            q, k, v = (x[row : row + 1, :, begin:end] for x in (query, key, value))
-            for queries, keys in _eager_blocks(q.shape[1], end - begin, window):
-                mask = _block_mask(queries, keys, window, query)
-                seen = (x[:, :, keys.start : keys.stop] for x in (k, v))
-                asked = q[:, :, queries.start : queries.stop]
-                blocks.append(attend(module, asked, *seen, mask, **options)[0])
-        rows.append(torch.cat(blocks, dim=1))
-    return torch.cat(rows), None
+        for queries, keys in _blocks(length, window, most):
+            mask = additive_mask(_causal(queries, keys, window, q.device), q.dtype)[None, None]
+            seen = (x[:, :, keys.start : keys.stop] for x in (k, v))
+            asked = q[:, :, queries.start : queries.stop]
+            blocks.append(eager(module, asked, *seen, mask, **options)[0])
+        return torch.cat(blocks, dim=1)
+
+    return _text_by_text(attend, query, key, value), None
 
 
-def _eager_blocks(heads: int, length: int, window: int) -> Iterator[tuple[range, range]]:
-    """Queries and keys of each block of a text of this length: MOST_SCORES at most, or a query."""
-    size = min(max(MOST_SCORES // (heads * length), 1), WINDOW_BLOCK)
+def _blocks(length: int, window: int, size: int) -> Iterator[tuple[range, range]]:
+    """Blocks of at most `size` queries of a text, and the keys that they see. `window`: 0: none."""
     for start in range(0, length, size):
         stop = min(start + size, length)
-        yield range(start, stop), range(max(start - window + 1, 0) if window else 0, stop)
+        first = max(start - window + 1, 0) if window else 0
+        yield range(start, stop), range(first, stop)
 
 
-def _block_mask(queries: range, keys: range, window: int, like: Tensor) -> Tensor:
-    """Causal, within the window if there is one: additive [1, 1, queries, keys]."""
-    key = torch.arange(keys.start, keys.stop, device=like.device)
-    query = torch.arange(queries.start, queries.stop, device=like.device)[:, None]
+def _causal(queries: range, keys: range, window: int, device: torch.device) -> Tensor:
+    """bool [queries, keys], True = attend: causal, within the window if there is one."""
+    key = torch.arange(keys.start, keys.stop, device=device)
+    query = torch.arange(queries.start, queries.stop, device=device)[:, None]
     seen = key <= query
     if window:
         seen &= key > query - window
-    mask = like.new_zeros(seen.shape).masked_fill(~seen, torch.finfo(like.dtype).min)
-    return mask[None, None]
+    return seen
+
+
+def additive_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """bool -> 0 where True, else the most negative number (finite: no NaN)."""
+    added = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
+    return added.masked_fill_(~mask, torch.finfo(dtype).min)
 
 
 AttentionInterface.register(NAME, packed_attention)

@@ -26,7 +26,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask, sdpa_mask
 
 from draftsmith.speculators.errors import CheckpointError, UnsupportedTarget
-from draftsmith.speculators.target.packed_attention import eager_function
+from draftsmith.speculators.target.packed_attention import additive_mask, eager_function
 from draftsmith.speculators.target.recurrent import RecurrentLayers, RecurrentStates, StateCache
 
 ATTENTION = ("sdpa", "eager")  # the implementations that honour an arbitrary mask
@@ -98,12 +98,6 @@ def has_plain_weight(module: nn.Module) -> bool:
     if weight is None or weight.dtype not in OF_STATES:
         return False
     return not hasattr(weight, "tensor_data_names")  # as torchao's quantised weights have
-
-
-def additive_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """bool -> 0 where True, else the most negative number (finite: no NaN)."""
-    added = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
-    return added.masked_fill_(~mask, torch.finfo(dtype).min)
 
 
 # ---------------------------------------------------------------------- parts and refusals

@@ -89,9 +89,9 @@ class TargetHead(nn.Module):
     @property
     def checkpoint_dtype(self) -> torch.dtype:
         """The dtype of exports: the target's, or the checkpoint's where that was widened."""
-        own = as_dtype(self.config.dtype or self.dtype)
-        widened = self.dtype == running_dtype("auto", own, self.device) != own
-        return own if widened else self.dtype
+        stored = as_dtype(self.config.dtype or self.dtype)
+        widened = self.dtype == running_dtype("auto", stored, self.device) != stored
+        return stored if widened else self.dtype
 
     @property
     def embed_tokens(self) -> nn.Module:
@@ -191,9 +191,9 @@ class _PassThrough(nn.Module):
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
         self.returns_tuple = False
-        own = vars(self)
-        plain = {name: value for name, value in vars(layer).items() if name not in own}
-        own.update({name: value for name, value in plain.items() if not name.startswith("_")})
+        for name, value in vars(layer).items():
+            if name not in vars(self) and not name.startswith("_"):
+                setattr(self, name, value)
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         return (hidden_states,) if self.returns_tuple else hidden_states

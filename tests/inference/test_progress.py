@@ -11,7 +11,7 @@ import sys
 import pytest
 from rich.console import Console
 
-from draftsmith.inference.console import watched
+from draftsmith.inference.console import supervised
 from draftsmith.inference.progress import LINE_EVERY, SILENCE, Heartbeat, Stages
 
 
@@ -114,7 +114,7 @@ def test_stages_of_other_processes_print_nothing() -> None:
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_command_that_is_stopped_ends_in_order(number: int, code: int, capsys) -> None:
     before, kept = signal.getsignal(signal.SIGTERM), []
-    with pytest.raises(SystemExit) as stop, watched("try"):
+    with pytest.raises(SystemExit) as stop, supervised("try"):
         try:
             os.kill(os.getpid(), number)
             signal.pause()

@@ -12,7 +12,7 @@ import typer
 from typer.testing import CliRunner
 
 from draftsmith.inference.flags import given_values
-from draftsmith.inference.server.serve_command import announce, bind, sampling_defaults
+from draftsmith.inference.server.serve_command import bind, log_address, sampling_defaults
 from draftsmith.inference.server.serve_options import ServeFlags, read_flags, undeclared, with_model
 from draftsmith.speculators.errors import ConfigError
 from draftsmith.train.cli import app
@@ -108,7 +108,7 @@ def test_announce_an_open_server_is_a_warning(host, keyed, level, caplog):
     caplog.set_level(logging.INFO)
     options = read("a" if host is None else f"a --host {host}")[0]
     with bind(options.host, 0) as listening:
-        announce(listening, keyed)
+        log_address(listening, keyed)
         port = listening.getsockname()[1]
     (record,) = caplog.records
     assert record.levelname == level and f":{port}" in record.message
