@@ -11,7 +11,7 @@ import atexit
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -37,6 +37,7 @@ SILENCE = 300.0  # seconds without one, after which a process is taken to be gon
 GONE = "gone"  # the sign of a process that has ended
 AGAIN = "see its output, then run the same command again on all machines, which goes on"
 
+Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
@@ -55,8 +56,10 @@ class Pulse:
         self, store: Store, process: int, count: int, beat: float = BEAT, silence: float = SILENCE
     ) -> None:
         self.store = store.clone()  # type: ignore[attr-defined]  # torch declares it of some
-        self.process, self.count = process, count
-        self.beat, self.silence = beat, silence
+        self.process = process
+        self.count = count
+        self.beat = beat
+        self.silence = silence
         self.meetings = 0
         self._ended = threading.Event()
         apart = store.clone()  # type: ignore[attr-defined]
@@ -72,7 +75,8 @@ class Pulse:
     def meet(self) -> None:
         """Returns when all processes have come here. LostProcess: one of them will not."""
         self.meetings += 1
-        key, pause = f"meeting/{self.meetings}", 0.005
+        key = f"meeting/{self.meetings}"
+        pause = 0.005
         signs: dict[int, tuple[bytes, float]] = {}  # the newest of each process, and when it came
         try:
             self.store.add(key, 1)
@@ -102,7 +106,8 @@ class Pulse:
                 raise LostProcess(f"process {process} {reason}; {AGAIN}", where="processes")
 
     def _give_signs(self, store: Store) -> None:
-        name, number = f"sign/{self.process}", 0
+        name = f"sign/{self.process}"
+        number = 0
         try:
             while not self._ended.is_set():
                 store.set(name, str(number))
@@ -168,6 +173,21 @@ def send_tensors(accelerator: Accelerator, read: Callable[[], Result]) -> Result
         return broadcast(buffer.to(accelerator.device).contiguous()).cpu()
 
     return recursively_apply(receive, trees[0] if trees else shape)
+
+
+def in_turn(accelerator: Accelerator, items: Sequence[Item]) -> list[Item]:
+    """The items that fall to this process, which take them in turn: see `gather_in_turn`."""
+    return list(items[accelerator.process_index :: accelerator.num_processes])
+
+
+def gather_in_turn(accelerator: Accelerator, results: Sequence[Result], count: int) -> list[Result]:
+    """The results of all `count` items in their order, in every process. `results`: those of the
+    items that `in_turn` gives this one."""
+    processes = accelerator.num_processes
+    if processes == 1:
+        return list(results)
+    parts = gather_object([list(results)])
+    return [parts[i % processes][i // processes] for i in range(count)]
 
 
 def require_same(accelerator: Accelerator, value: str, message: str, where: str) -> None:

@@ -88,34 +88,15 @@ def inspect(
 ) -> None:
     """Show a drafter, its faults, and the engines' reactions to each of them; with --model it is
     held to that target. Exit code 1: there are faults."""
-    from draftsmith.speculators.digests import model_weights_sha256
     from draftsmith.speculators.export.inspection import inspect_folder
-    from draftsmith.train.recipe.sections import TargetSection
 
     if drafter in TRAINING_FREE and not Path(drafter).is_dir():
         _inspect_method(drafter, model, as_json)
         return
     result = inspect_folder(drafter, num_target_layers=target_layers)
     named = result.target_name or ""
-    if held_to := model or (named if Path(named).is_dir() else ""):
-        target = TargetSection(model=held_to)
-        try:
-            tokenizer = target.load_tokenizer()
-        except CheckpointError:
-            tokenizer = None
-        weights = None
-        with suppress(DataError, HubError):  # not on this machine, and nobody states their hash
-            weights = model_weights_sha256(target.model, target.revision)
-        result = inspect_folder(
-            drafter,
-            target.sketch(),
-            num_target_layers=target_layers,
-            tokenizer=tokenizer,
-            target_weights=weights,
-        )
-        if tokenizer is None and hasattr(result.config, "mask_token_id"):
-            text = "not held to texts, as the target's tokenizer could not be loaded"
-            result.add("mask_token_id", text, warning=True)
+    if target := model or (named if Path(named).is_dir() else ""):
+        result = _held_to(target, drafter, target_layers)
     commands = []
     if result.config is not None:
         commands = _commands(result.config, result.fields, drafter, model, vllm_version)
@@ -133,6 +114,33 @@ def inspect(
     else:
         _print(Console(), result, commands, tensors)
     raise typer.Exit(0 if result.sound else 1)
+
+
+def _held_to(model: str, drafter: str, target_layers: int | None) -> Inspection:
+    """The inspection of a drafter beside its target: sizes, tokenizer, and hash of the weights."""
+    from draftsmith.speculators.digests import model_weights_sha256
+    from draftsmith.speculators.export.inspection import inspect_folder
+    from draftsmith.train.recipe.sections import TargetSection
+
+    target = TargetSection(model=model)
+    try:
+        tokenizer = target.load_tokenizer()
+    except CheckpointError:
+        tokenizer = None
+    weights = None
+    with suppress(DataError, HubError):  # not on this machine, and nobody states their hash
+        weights = model_weights_sha256(target.model, target.revision)
+    result = inspect_folder(
+        drafter,
+        target.sketch(),
+        num_target_layers=target_layers,
+        tokenizer=tokenizer,
+        target_weights=weights,
+    )
+    if tokenizer is None and hasattr(result.config, "mask_token_id"):
+        text = "not held to texts, as the target's tokenizer could not be loaded"
+        result.add("mask_token_id", text, warning=True)
+    return result
 
 
 def push(

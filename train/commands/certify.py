@@ -58,7 +58,8 @@ def certify(
         check_writable("--output", output)
     texts = demo_prompts("en")[0] if prompts is None else read_prompts(prompts)
 
-    stages, count = Stages(console=Console(stderr=True)), itertools.count(1)
+    stages = Stages(console=Console(stderr=True))
+    count = itertools.count(1)
 
     async def run(advance: Advance) -> dict[str, Any]:
         remote = baseline.startswith(("http://", "https://"))

@@ -135,7 +135,8 @@ def compare(
     from draftsmith.train.pipeline.compare import FILE, Budget, compare_recipes, rows
 
     budget: Budget = {"max_minutes": minutes} if steps is None else {"steps": steps}
-    title, entries = f"{minutes:g} minutes" if steps is None else f"{steps:,} steps", []
+    title = f"{minutes:g} minutes" if steps is None else f"{steps:,} steps"
+    entries = []
     try:
         for entry in compare_recipes(recipes, budget, out, override or ()):
             entries.append(entry)

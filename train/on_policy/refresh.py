@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 from accelerate import Accelerator
-from accelerate.utils import gather_object
 
 from draftsmith.inference.metrics import acceptance_length
 from draftsmith.inference.whole_file import write_whole
@@ -28,7 +27,7 @@ from draftsmith.train.data.packing import Shuffled, pack
 from draftsmith.train.features.row_features import RowFeatures
 from draftsmith.train.features.source import InProcess
 from draftsmith.train.on_policy.rollout import Rollout, RolloutWriter
-from draftsmith.train.processes import on_first
+from draftsmith.train.processes import gather_in_turn, on_first
 from draftsmith.train.recipe.recipe import Recipe
 
 WORKLOAD = "rollout"
@@ -129,7 +128,7 @@ class OnPolicy:
 
     def _write(self, step: int, drafter: Drafter) -> Refresh:
         count = self.section.prompts
-        process, processes = self.accelerator.process_index, self.accelerator.num_processes
+        part = self.accelerator.process_index, self.accelerator.num_processes
         first = self._period(step) * count  # counted over the whole stage
         numbers = range(first, first + count)
         order = Shuffled([self.seed, PROMPTS], len(self.prompts))
@@ -139,13 +138,10 @@ class OnPolicy:
             for number in numbers
         ]
         seeds = [int.from_bytes(digest[:6], "big") for digest in digests]
-        parts = [self.writer.write(drafter, prompts, seeds, (process, processes))]
-        if processes > 1:
-            self.accelerator.wait_for_everyone()  # texts may take one of them much longer
-            parts = gather_object(parts)
-        rollouts = tuple(parts[i % processes][i // processes] for i in range(count))
-        refresh = Refresh(step, rollouts)
-        if process == 0:
+        rollouts = self.writer.write(drafter, prompts, seeds, part)
+        self.accelerator.wait_for_everyone()  # texts may take one process much longer
+        refresh = Refresh(step, tuple(gather_in_turn(self.accelerator, rollouts, count)))
+        if self.accelerator.is_main_process:
             write_whole(self.folder / FOLDER / f"step-{step:08d}.json", json.dumps(asdict(refresh)))
             self._prune()
         return refresh

@@ -140,16 +140,12 @@ def measure(
 
     `target`: instead of the recipe's, which it was trained from. `options`: of
     `draftsmith.inference.evaluation.evaluate.evaluate`."""
-    engines, settings = engines or {OUR_ENGINE: RuntimeEngine}, settings_of(recipe)
+    engines = engines or {OUR_ENGINE: RuntimeEngine}
+    settings = settings_of(recipe)
     model = target or recipe.target.model
-    llm_options: dict[str, Any] = {"dtype": recipe.target.dtype, **recipe.target.source}
-    if model != recipe.target.model:
-        llm_options["revision"] = None
-    source = {name: llm_options[name] for name in recipe.target.source}
-    length = trained_length(target_config(model, **source), recipe.data.max_length)
-    if length is not None:
-        llm_options["max_model_len"] = length
-    suites, chosen = measured_suites(recipe, settings), workloads(recipe, settings)
+    llm_options = _llm_options(recipe, model)
+    suites = measured_suites(recipe, settings)
+    chosen = workloads(recipe, settings)
     reports: dict[str, AcceptanceReport] = {}
     with _told_if_stopped(stages), stages.stage("acceptance", 1) as advance:
 
@@ -172,6 +168,19 @@ def measure(
     if len(reports) > 1:
         return lay_beside(reports[OUR_ENGINE], reports[VLLM])
     return reports.popitem()[1]
+
+
+def _llm_options(recipe: Recipe, model: str) -> dict[str, Any]:
+    """The options of LLM for the recipe's target, or for `model` in its place; of LongRoPE with the
+    length whose frequencies the drafter was trained with."""
+    source = dict(recipe.target.source)
+    if model != recipe.target.model:
+        source["revision"] = None
+    options: dict[str, Any] = {"dtype": recipe.target.dtype, **source}
+    length = trained_length(target_config(model, **source), recipe.data.max_length)
+    if length is not None:
+        options["max_model_len"] = length
+    return options
 
 
 @contextmanager

@@ -7,6 +7,7 @@ of a folder would find several drafters there."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,7 @@ def export(recipe: Recipe, trained: Trained) -> Path:
     step = state.best_step or state.step
     provenance = _provenance(recipe, step, trained.tokenizer, out, drafter.target.config)
     if trained.joint is not None:
-        written = [response for some in trained.held_out.values() for response in some]
+        written = list(chain.from_iterable(trained.held_out.values()))
         texts = [(response.prompt_ids, response.output_ids) for response in written]
         before, after = trained.joint.held_out_loss(texts)
         change = {"before": before, "after": after, "responses": len(texts)}

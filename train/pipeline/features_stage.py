@@ -37,6 +37,8 @@ from draftsmith.train.pipeline.data_stage import TrainingData
 from draftsmith.train.processes import is_shared
 from draftsmith.train.recipe.recipe import Recipe
 
+Wanted = list[tuple[FeatureCache, list[PackedRow]]]  # caches, and the rows whose texts they are for
+Absent = dict[bytes, int]  # texts that a cache lacks: name -> tokens
 Text = tuple[bytes, Tensor | None, Tensor]  # its name, taps [L, n·H], last hidden states [L, H]
 EXACT = "exact"  # the encoding of states that are replayed
 TOGETHER = 1 << 16  # tokens that vLLM is given at once, whose states it leaves in files
@@ -51,9 +53,6 @@ class FeatureTarget(Protocol):
     def whole(self) -> FrozenTarget: ...
 
     def release(self) -> None: ...
-
-
-Wanted = list[tuple[FeatureCache, list[PackedRow]]]  # caches, and the rows whose texts they are for
 
 
 def training_features(
@@ -177,27 +176,14 @@ def fill(
 ) -> None:
     """Writes the missing features of a part (i, n) of the rows: every n-th from the i-th on."""
     absent = [missing(cache, rows) for cache, rows in wanted]
-    for (cache, rows), texts in zip(wanted, absent, strict=True):
-        whole = cache.bytes_per_token * sum(map(len, rows))
-        stages.say(
-            f"      features in {cache.folder}: {cache.bytes_per_token:,} bytes per token"
-            f" ({cache.key.encoding}), {size_text(whole)} for {len(rows):,} rows,"
-            f" {size_text(cache.bytes_per_token * sum(texts.values()))} to be written"
-        )
-    if not any(absent):
-        return
-    first, step = part
-    own = [
-        row
-        for (_, rows), texts in zip(wanted, absent, strict=True)
-        for row in rows[first::step]
-        if any(text in texts for text, _ in texts_of(row))
-    ]
-    if not own:
+    _say_sizes(wanted, absent, stages)
+    rows = _rows_of_part(wanted, absent, part)
+    if not rows:
         return
     lengths = {text: length for texts in absent for text, length in texts.items()}
-    asked = {text: lengths[text] for row in own for text, _ in texts_of(row) if text in lengths}
-    features = _computed(recipe, target, own, set(asked), stages, first)
+    names = {text for row in rows for text, _ in texts_of(row)}
+    asked = {text: lengths[text] for text in names & lengths.keys()}
+    features = _computed(recipe, target, rows, set(asked), stages, part[0])
     with ExitStack() as open_writers:
         advance = open_writers.enter_context(stages.stage("write features", sum(asked.values())))
         writers = [
@@ -217,6 +203,29 @@ def fill(
             f"      {size_text(writer.bytes)} written; relative squared error of the worst text:"
             f" {errors}"
         )
+
+
+def _say_sizes(wanted: Wanted, absent: Sequence[Absent], stages: Stages) -> None:
+    for (cache, rows), texts in zip(wanted, absent, strict=True):
+        whole = cache.bytes_per_token * sum(map(len, rows))
+        stages.say(
+            f"      features in {cache.folder}: {cache.bytes_per_token:,} bytes per token"
+            f" ({cache.key.encoding}), {size_text(whole)} for {len(rows):,} rows,"
+            f" {size_text(cache.bytes_per_token * sum(texts.values()))} to be written"
+        )
+
+
+def _rows_of_part(
+    wanted: Wanted, absent: Sequence[Absent], part: tuple[int, int]
+) -> list[PackedRow]:
+    """The rows of a part that have an absent text."""
+    first, step = part
+    chosen: list[PackedRow] = []
+    for (_, rows), texts in zip(wanted, absent, strict=True):
+        for row in rows[first::step]:
+            if any(text in texts for text, _ in texts_of(row)):
+                chosen.append(row)
+    return chosen
 
 
 def _computed(
@@ -289,7 +298,11 @@ def open_servers(recipe: Recipe, head: TargetHead, process: int, stages: Stages)
 
 def _token_ids(rows: Sequence[PackedRow], absent: set[bytes]) -> list[tuple[bytes, list[int]]]:
     """The absent texts of the rows, each once: name and tokens."""
-    places = {text: (row, place) for row in rows for text, place in texts_of(row) if text in absent}
+    places: dict[bytes, tuple[PackedRow, slice]] = {}
+    for row in rows:
+        for text, place in texts_of(row):
+            if text in absent:
+                places[text] = row, place
     return [(text, row.input_ids[place].tolist()) for text, (row, place) in places.items()]
 
 

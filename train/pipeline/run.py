@@ -11,12 +11,13 @@ import os
 from collections.abc import Hashable, Sequence
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object, set_seed
+from accelerate.utils import set_seed
 
-from draftsmith.inference.evaluation.expected_acceptance import expected_acceptance
+from draftsmith.inference.evaluation.expected_acceptance import Text, expected_acceptance
 from draftsmith.inference.evaluation.suites import load_suite
 from draftsmith.inference.progress import Stages
 from draftsmith.inference.spec_decode.replay import ReplayResult, standard_error
@@ -36,7 +37,14 @@ from draftsmith.train.pipeline.features_stage import training_features
 from draftsmith.train.pipeline.run_folder import claimed
 from draftsmith.train.pipeline.run_target import RunTarget
 from draftsmith.train.planner.plan import short_budgets
-from draftsmith.train.processes import RunAccelerator, is_shared, on_first, require_same
+from draftsmith.train.processes import (
+    RunAccelerator,
+    gather_in_turn,
+    in_turn,
+    is_shared,
+    on_first,
+    require_same,
+)
 from draftsmith.train.recipe.drafter_config import drafter_config, sketch_drafter
 from draftsmith.train.recipe.load import load_recipe
 from draftsmith.train.recipe.recipe import RECIPE, Recipe
@@ -76,11 +84,11 @@ def run_claimed(recipe: Recipe, accelerator: Accelerator) -> int:
         stages.say(warning)
     trackers.start(recipe, accelerator)
     set_seed(recipe.training.seed)
-    as_given = recipe.resolved_yaml()
+    recipe_text = recipe.resolved_yaml()
     if not is_shared(accelerator, Path(recipe.output_dir)):
         stages.say("      the first process alone keeps the run, as others do not see its folder")
     recipe = with_adapted_target(recipe, accelerator)
-    trained = train(recipe, accelerator, stages, as_given)
+    trained = train(recipe, accelerator, stages, recipe_text)
     accelerator.wait_for_everyone()
     code = 0
     if accelerator.is_main_process:
@@ -116,8 +124,10 @@ def make_accelerator(recipe: Recipe) -> Accelerator:
     return accelerator
 
 
-def train(recipe: Recipe, accelerator: Accelerator, stages: Stages, as_given: str = "") -> Trained:
-    """Every stage of the training, one after the other. `as_given`: the recipe's YAML, which is
+def train(
+    recipe: Recipe, accelerator: Accelerator, stages: Stages, recipe_text: str = ""
+) -> Trained:
+    """Every stage of the training, one after the other. `recipe_text`: the recipe as YAML, which is
     written beside the checkpoints once none of any stage is left that could refuse it."""
     config = drafter_config(recipe, recipe.target.sketch(accelerator.device))
     # What cannot be drafted is refused before anything is loaded.
@@ -126,7 +136,8 @@ def train(recipe: Recipe, accelerator: Accelerator, stages: Stages, as_given: st
         stages.say("      the target waits in the host's memory until it is sharded")
     target = RunTarget(recipe, accelerator, config.tap_layers, stages)
     tokenizer = recipe.target.load_tokenizer()
-    drafter, previous = None, ""
+    drafter = None
+    previous = ""
     every = recipe.training_stages()
     for number, (name, part) in enumerate(every, 1):
         data = prepare_data(part, target, tokenizer, accelerator, stages, name)
@@ -142,16 +153,6 @@ def train(recipe: Recipe, accelerator: Accelerator, stages: Stages, as_given: st
         previous = fingerprint(part, data.hashes.combined, previous, data_hash)
         _agree_on_training(accelerator, folder, previous, stages)
         later = any(checkpoint.latest(recipe.checkpoints(after)) for after, _ in every[number:])
-        on_policy = None
-        if part.on_policy:
-            on_policy = OnPolicy(
-                part,
-                target.whole(),
-                data.prompts,
-                folder=folder,
-                accelerator=accelerator,
-                tokenizer=tokenizer,
-            )
         trainer = Trainer(
             part,
             target.head,
@@ -162,13 +163,13 @@ def train(recipe: Recipe, accelerator: Accelerator, stages: Stages, as_given: st
             fingerprint=previous,
             evaluate=_evaluation(part, target.head, data.held_out, accelerator),
             joint=_joint(part, target),
-            on_policy=on_policy,
+            on_policy=_on_policy(part, target, data.prompts, tokenizer, folder),
             measure=held_out_measure(part, data.held_out),
             say=stages.say,
         )
         stages.say(f"      {trainer.training.describe()}")
-        if as_given and accelerator.is_main_process and not later:
-            write_whole(Path(recipe.output_dir) / RECIPE, as_given)
+        if recipe_text and accelerator.is_main_process and not later:
+            write_whole(Path(recipe.output_dir) / RECIPE, recipe_text)
         title = f"train {recipe.family}{f': {name}' if name else ''}"
         with closing(features):
             state = _train_stage(trainer, stages, title)
@@ -222,6 +223,25 @@ def _evaluation(
     return held_out_evaluation(recipe, target, held_out, shared) if held_out else None
 
 
+def _on_policy(
+    recipe: Recipe,
+    target: RunTarget,
+    prompts: list[tuple[int, ...]],
+    tokenizer: Any,
+    folder: Path,
+) -> OnPolicy | None:
+    if recipe.on_policy is None:
+        return None
+    return OnPolicy(
+        recipe,
+        target.whole(),
+        prompts,
+        folder=folder,
+        accelerator=target.accelerator,
+        tokenizer=tokenizer,
+    )
+
+
 def _joint(recipe: Recipe, target: RunTarget) -> JointTarget | None:
     if recipe.joint is None:
         return None
@@ -247,22 +267,23 @@ def held_out_evaluation(
     `evaluation` and is replayed under them, as the report's runtime does. `accelerator`: its
     processes share the texts, and all have the results; None: this one replays all."""
     e = recipe.evaluation
-    process, processes = 0, 1
-    if accelerator is not None:
-        process, processes = accelerator.process_index, accelerator.num_processes
+
+    def replayed(drafter: Drafter, texts: Sequence[Text], t: float) -> list[ReplayResult]:
+        return expected_acceptance(
+            target, drafter, texts, t, e.num_speculative_tokens, top_p=e.top_p, top_k=e.top_k
+        )
 
     def evaluate(drafter: Drafter) -> dict[str, float]:
-        figures, samples, lengths = {}, [], []
+        figures: dict[str, float] = {}
+        samples = []
+        lengths = []
         for t, responses in held_out.items():
             texts = [(r.prompt_ids, r.output_ids) for r in responses]
-            drafts = e.num_speculative_tokens
-            part = texts[process::processes]
-            results = expected_acceptance(
-                target, drafter, part, t, drafts, top_p=e.top_p, top_k=e.top_k
-            )
-            if processes > 1:
-                parts = gather_object([results])
-                results = [parts[i % processes][i // processes] for i in range(len(texts))]
+            if accelerator is None:
+                results = replayed(drafter, texts, t)
+            else:
+                part = replayed(drafter, in_turn(accelerator, texts), t)
+                results = gather_in_turn(accelerator, part, len(texts))
             sample: dict[Hashable, ReplayResult] = {}
             for (prompt, _), result in zip(texts, results, strict=True):
                 sample[prompt] = sample.get(prompt, ReplayResult()) + result

@@ -105,7 +105,8 @@ def _work(phase: Phase, plan: Plan) -> str:
 
 def _budget(stage: Stage, plan: Plan) -> str:
     """The end of the training as the recipe gives it."""
-    training, parts = stage.recipe.training, []
+    training = stage.recipe.training
+    parts = []
     if stage.steps:
         parts.append(f"{stage.steps:,} steps")
     elif training.epochs:

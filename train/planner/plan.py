@@ -338,7 +338,8 @@ def _cut(stage: Stage, device: Device) -> bool:
 
 
 def _few_steps(stage: Stage, device: Device) -> str:
-    minutes, seconds = stage.recipe.training.max_minutes, stage.step_seconds(device)
+    minutes = stage.recipe.training.max_minutes
+    seconds = stage.step_seconds(device)
     steps = int(stage.steps_within_minutes(device))
     return (
         f"training.max_minutes: about {steps} steps fit into {minutes:g} minutes, {seconds:,.1f} s"

@@ -233,7 +233,8 @@ class Recipe(Section):
     def training_for(self, steps: int | None) -> RunTraining:
         """The training with the settings of a run of `steps` (None: not known): those that the
         recipe names, one by one, and else those that its family has for such a run."""
-        family, training = family_class(self.family), self.training
+        family = family_class(self.family)
+        training = self.training
         preset: dict[str, Any] = {key: RunTraining.model_fields[key].default for key in TUNED}
         preset |= family.defaults.get("training", {})
         published_rate = preset["learning_rate"]
@@ -360,8 +361,8 @@ def describe_schema(family: str = DEFAULT_FAMILY) -> list[SchemaRow]:
         raise ConfigError(f"expected one of {', '.join(FAMILIES)}", where=f"family {family}")
     rows = schema_rows(recipe_class(family))
     defaults = recipe_class(family).family_defaults
-    own = {".".join(keys): value for keys, value in _leaves(defaults)} | {"family": family}
-    return [row._replace(default=str(own[row.name])) if row.name in own else row for row in rows]
+    published = {".".join(keys): value for keys, value in _leaves(defaults)} | {"family": family}
+    return [row._replace(default=str(published.get(row.name, row.default))) for row in rows]
 
 
 def _leaves(

@@ -62,7 +62,6 @@ def regenerate(
     record         where the account is kept
     discard        removes hidden states that a server has left of a response, by the
                    kv_transfer_params of its answer
-
     make_llm       the target in this process, loaded once a response is missing
 
     A prompt that leaves no room in `max_length` is left out and counted; DataError if none is left.
@@ -79,7 +78,8 @@ def regenerate(
     ]
     settings = section.model_dump(include={"top_p", "top_k", "max_new_tokens"})
     name = digest({"target": target_hash, **settings}, 16)
-    store, writer = ResponseStore(folder, name), _writer(llm, make_llm, rules, say, discard)
+    store = ResponseStore(folder, name)
+    writer = _writer(llm, make_llm, rules, say, discard)
     try:
         _write_all(conversations, writer, store, account, _reporter(account, progress))
     except KeyboardInterrupt:

@@ -61,7 +61,8 @@ class Server:
         """EndpointError unless it serves the target, with its tokenizer and room for its texts."""
         cards = (await self.client.models.list()).data
         card = card_of_target(cards, self.facts.name, self.url)
-        self.model, self.engine = card.id, card.owned_by
+        self.model = card.id
+        self.engine = card.owned_by
         require_length(card, self.facts.max_model_len, self.url)
         try:
             choice = await self._complete(PROBE_TEXT, {"max_tokens": 1, "temperature": 0})

@@ -45,7 +45,8 @@ class TrainState:
     fingerprint: str = ""  # of the recipe's sections that shape training
 
 
-HISTORY, CHECKSUMS = "history.jsonl", "checksums.json"
+HISTORY = "history.jsonl"
+CHECKSUMS = "checksums.json"
 BEST = "best"  # folder of the weights of the best held-out evaluation
 KEPT = 2  # checkpoints: should the newest be damaged, the one before is there
 

@@ -83,7 +83,8 @@ class Muon(torch.optim.Muon):
         """The momentum stands in for a gradient that is not finite: their mean is the momentum as
         it was, and the update that follows is finite. It is then multiplied with 0."""
         assert p.grad is not None, "the loop fills every gradient"
-        state, momentum = self.state[p], group["momentum"]
+        state = self.state[p]
+        momentum = group["momentum"]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(p)
         buffer: Tensor = state["momentum_buffer"]

@@ -109,6 +109,19 @@ class Unread:
         return {name: finite(value) for name, value in record.items()}, tokens.tolist()
 
 
+@dataclass(frozen=True)
+class Batch:
+    """The rows of a micro-step. `source`: has their features, under their numbers `rows`.
+    `tensors`: collated, on the device; `host`: the same in the host's memory, with `seeds` [B]."""
+
+    micro: MicroStep
+    source: RowFeatures
+    rows: list[int]
+    tensors: dict[str, Any]
+    seeds: Tensor
+    host: SimpleNamespace
+
+
 class Trainer:
     """Trains `drafter` on the rows of `features` for the recipe's budget; `run()` resumes by
     itself."""
@@ -137,15 +150,19 @@ class Trainer:
         self.total_steps = steps_of(recipe, len(features.rows), self.step_rows.rows_per_step)
         self.training = recipe.training_for(self.total_steps)
         self.recipe = recipe
-        self.target, self.drafter = target, drafter.to(accelerator.device)
-        self.accelerator, self.folder = accelerator, folder
-        self.fingerprint, self.evaluate = fingerprint, evaluate
+        self.target = target
+        self.drafter = drafter.to(accelerator.device)
+        self.accelerator = accelerator
+        self.folder = folder
+        self.fingerprint = fingerprint
+        self.evaluate = evaluate
         self.measure = measure
-        t = self.training
         self.features = features
+        self.joint = joint
+        self.on_policy = on_policy
+        t = self.training
         drafter.prepare_training(recipe.drafter)
         drafter.checkpoint_activations(t.activation_checkpointing)
-        self.joint, self.on_policy = joint, on_policy
         others = joint.trainable_parameters() if joint else []
         self.replica = spread(accelerator, self.drafter, others)
         self.module = self.replica.module  # what trains; `drafter` is the whole of it
@@ -184,7 +201,9 @@ class Trainer:
             self.on_policy.resume(self.state.step)
             self.accelerator.wait_for_everyone()
         before = {s: signal.signal(s, self._on_signal) for s in (signal.SIGTERM, signal.SIGINT)}
-        self.advance, first, spent = advance, self.state.step, self.state.seconds
+        self.advance = advance
+        first = self.state.step
+        spent = self.state.seconds
         try:
             self.share = self.share_done()
             while self.share < 1:
@@ -216,12 +235,12 @@ class Trainer:
         if state is None:
             return
         self.state = state
-        newest, with_adapter = checkpoint.step_folder(self.folder, state.step), bool(self.joint)
+        newest = checkpoint.step_folder(self.folder, state.step)
+        with_adapter = self.joint is not None
         saved = send_tensors(
             self.accelerator, lambda: checkpoint.read_tensors(newest, with_adapter)
         )
-        optimizers, modules = self.optimizers, self.modules()
-        checkpoint.load_tensors(saved, self.replica, optimizers, modules, self.joint)
+        checkpoint.load_tensors(saved, self.replica, self.optimizers, self.modules(), self.joint)
         self.held_out = held_out_result(state.history)
         goes_on = self.share_done() < 1  # and else every value is of the one measure
         if goes_on and state.best_value is not None and state.measure != self.measure:
@@ -230,12 +249,15 @@ class Trainer:
                 f"      the best held-out value, {best}, was measured with other settings of"
                 " `evaluation` or on other texts; it is forgotten, and the next one counts"
             )
-            state.best_value, state.best_step, state.measure = None, 0, ""
+            state.best_value = None
+            state.best_step = 0
+            state.measure = ""
 
     def load_best(self) -> None:
         """Fills the drafter with the weights of the best held-out evaluation, which the first
         process reads and sends."""
-        folder, with_adapter = self.folder / checkpoint.BEST, bool(self.joint)
+        folder = self.folder / checkpoint.BEST
+        with_adapter = self.joint is not None
         saved = send_tensors(
             self.accelerator, lambda: checkpoint.read_weights(folder, with_adapter)
         )
@@ -279,7 +301,8 @@ class Trainer:
 
     def share_done(self) -> float:
         """Part of the budget that is spent, 0 to 1, the same on every process."""
-        t, shares = self.training, []
+        t = self.training
+        shares = []
         if self.total_steps:
             shares.append(self.state.step / self.total_steps)
         if t.max_minutes:
@@ -293,61 +316,88 @@ class Trainer:
 
     def step(self, share: float) -> Unread:
         """One optimizer step; returns what it measured. It reads nothing from the device."""
-        step, micro_steps = self.state.step, self.step_rows.of(self.state.step)
+        step = self.state.step
         if self.on_policy is not None and self.on_policy.due(step, self.step_rows.numbers()):
             with self.telemetry.phase("data"), self.replica.whole() as drafter:
                 self.on_policy.renew(step, drafter)
-        sources = [self._source(micro) for micro in micro_steps]
-        batches = [features.batch(rows) for features, rows in sources]
-        seeds = [self.step_rows.seeds(micro.places) for micro in micro_steps]
-        hosts = [
-            host_batch(SimpleNamespace(**batch, seeds=own))
-            for batch, own in zip(batches, seeds, strict=True)
-        ]
+        batches = [self._batch(micro) for micro in self.step_rows.of(step)]
+        hosts = [batch.host for batch in batches]
         self.module.train()
-        depths = len(self.depth_weights)
         # valid terms of each depth [K] in the whole step, before any loss
-        counts = self._sum(sum(self.module.count_terms(batch, depths) for batch in hosts))
-        if self.position.measured:  # normalised over all terms
-            row_weights = (1 / counts.sum().clamp(min=1)).float().expand(depths)
-        else:  # over those of each depth
-            row_weights = (self.depth_weights / counts.clamp(min=1)).float()
+        depths = len(self.depth_weights)
+        counts = self._sum(sum(self.module.count_terms(host, depths) for host in hosts))
+        row_weights = self._row_weights(counts)
         supervised = None
         if self.joint is not None:
             row_weights = row_weights * self.joint.heads_weight(share)
-            supervised = self._sum(sum(self.joint.count_terms(batch) for batch in hosts))
-        measured = []
-        following = self.step_rows.of(step + 1)
-        for micro in micro_steps:
-            self._read_ahead(step, micro)
-        for number, micro in enumerate(micro_steps):
-            (source, rows), batch, own = sources[number], batches[number], seeds[number]
-            self.step_rows.seed_everything(micro.places)
-            self._within(f"batch {len(measured) + 1} of {len(sources)}: the target's features")
-            with self.telemetry.phase("target"):
-                features = self.joint.features(batch) if self.joint else source.of(rows, batch)
-            self._read_ahead(step + 1, following[number])
-            features = replace(features, seeds=own)
-            last = micro is micro_steps[-1]
-            measured.append(self._micro_step(features, row_weights, supervised, last=last))
-        with self.telemetry.phase("optimizer"):
-            self.replica.sum_gradients(self.parameters)
-        norm = whole(torch.nn.utils.clip_grad_norm_(self.parameters, self.training.max_grad_norm))
+            supervised = self._sum(sum(self.joint.count_terms(host) for host in hosts))
+        measured = self._gradients(batches, row_weights, supervised)
         rate = learning_rate(self.training, share, self.total_steps)
-        for group in param_groups(self.optimizers):
-            group["lr"] = group["peak_lr"] * rate / self.training.learning_rate
-        with self.telemetry.phase("optimizer"):
-            step_if_finite(self.optimizers, norm)
-        for optimizer in self.optimizers:
-            optimizer.zero_grad(set_to_none=True)
+        norm = self._update(rate)
         self.state.step += 1
-        tokens = [[(b.segment_ids >= 0).sum(), b.loss_mask.sum()] for b in hosts]
+        tokens = [[(host.segment_ids >= 0).sum(), host.loss_mask.sum()] for host in hosts]
         seen = to_device(torch.tensor(tokens).sum(0), self.accelerator.device)
         sums = self._sum(torch.cat([torch.stack(measured).sum(0), seen]))
         known: dict[str, Any] = {"step": self.state.step, "learning_rate": rate}
         if self.on_policy is not None:
             known |= self._on_policy_record()
         return Unread(known, torch.cat([part.double() for part in (sums, counts, norm[None])]))
+
+    def _batch(self, micro: MicroStep) -> Batch:
+        """The rows of a micro-step, without the target's features."""
+        source, rows = self._source(micro)
+        tensors = source.batch(rows)
+        seeds = self.step_rows.seeds(micro.places)
+        host = host_batch(SimpleNamespace(**tensors, seeds=seeds))
+        return Batch(micro, source, rows, tensors, seeds, host)
+
+    def _row_weights(self, counts: Tensor) -> Tensor:
+        """[K] weight of a term of each depth in the loss. `counts`: terms of each depth [K] in the
+        whole step."""
+        if self.position.measured:  # normalised over all terms
+            return (1 / counts.sum().clamp(min=1)).float().expand(len(counts))
+        return (self.depth_weights / counts.clamp(min=1)).float()
+
+    def _gradients(
+        self, batches: Sequence[Batch], row_weights: Tensor, supervised: Tensor | None
+    ) -> list[Tensor]:
+        """Adds the gradients of all batches of a step up; what `_micro_step` measures in each."""
+        step = self.state.step
+        following = self.step_rows.of(step + 1)
+        for batch in batches:
+            self._read_ahead(step, batch.micro)
+        measured: list[Tensor] = []
+        for number, batch in enumerate(batches):
+            self.step_rows.seed_everything(batch.micro.places)
+            self._within(f"batch {number + 1} of {len(batches)}: the target's features")
+            with self.telemetry.phase("target"):
+                features = self._features(batch)
+            self._read_ahead(step + 1, following[number])
+            last = batch is batches[-1]
+            measured.append(self._micro_step(features, row_weights, supervised, last=last))
+        return measured
+
+    def _features(self, batch: Batch) -> TargetFeatures:
+        """The target's features of a batch; with gradients, if the target trains too."""
+        if self.joint is not None:
+            features = self.joint.features(batch.tensors)
+        else:
+            features = batch.source.of(batch.rows, batch.tensors)
+        return replace(features, seeds=batch.seeds)
+
+    def _update(self, rate: float) -> Tensor:
+        """The optimizer's step at a learning rate, after gradients are summed over processes and
+        clipped. Returns their norm before clipping; if it is not finite, no weight changes."""
+        with self.telemetry.phase("optimizer"):
+            self.replica.sum_gradients(self.parameters)
+        norm = whole(torch.nn.utils.clip_grad_norm_(self.parameters, self.training.max_grad_norm))
+        for group in param_groups(self.optimizers):
+            group["lr"] = group["peak_lr"] * rate / self.training.learning_rate
+        with self.telemetry.phase("optimizer"):
+            step_if_finite(self.optimizers, norm)
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+        return norm
 
     def _micro_step(
         self,
@@ -502,7 +552,8 @@ class Trainer:
     def _due_now(self) -> tuple[bool, bool]:
         """(an evaluation is due, a checkpoint is due): every so many steps, or ten times a run
         where the recipe does not say how often, and at the end of the budget."""
-        share, t = self.share, self.training
+        share = self.share
+        t = self.training
         tenth = self._tenths(share) > self.state.tenths
 
         def due(every: int | None) -> bool:
@@ -555,11 +606,14 @@ class Trainer:
             )
 
     def _after_step(self) -> None:
+        """Reads, evaluates and saves where that is due. Raises Interrupted where the run was asked
+        to stop, with its checkpoint on disk."""
         t = self.training
         self.share = self.share_done()
         evaluates, save = self._due_now()
         reads = evaluates or save or self.state.step % self.log_every == 0
-        stopping, late = False, False
+        stopping = False
+        late = False
         if reads or self.accelerator.num_processes == 1:
             stopping, late = self._asked()
         if not (reads or stopping or late):
@@ -571,18 +625,7 @@ class Trainer:
         if evaluates or save:
             self.state.tenths = self._tenths(self.share)
         if evaluates and self.evaluate is not None:
-            with self.replica.whole() as drafter:
-                drafter.eval()
-                results = self.evaluate(drafter)
-                value = results[EXPECTED]
-                if math.isfinite(value):
-                    records[-1] |= results
-                    self.held_out = held_out_result(self.state.history)
-                if value > (self.state.best_value or 0.0):  # False for NaN
-                    self.state.best_value, self.state.best_step = value, self.state.step
-                    self.state.measure = self.measure
-                    if self.accelerator.is_main_process:
-                        checkpoint.save_best(self.folder, drafter, self.joint)
+            self._evaluate(self.evaluate, records[-1])
         for record in records:
             self.accelerator.log(_flat(record) | costs, step=record["step"])
         if save or stopping or late:
@@ -592,6 +635,23 @@ class Trainer:
                 f"stopped after step {self.state.step}; the checkpoint is in {self.folder}; run the"
                 " same command again to continue"
             )
+
+    def _evaluate(self, evaluate: Evaluate, record: dict[str, Any]) -> None:
+        """Adds the held-out results to the newest record, and keeps the weights if they are the
+        best."""
+        with self.replica.whole() as drafter:
+            drafter.eval()
+            results = evaluate(drafter)
+            value = results[EXPECTED]
+            if math.isfinite(value):
+                record |= results
+                self.held_out = held_out_result(self.state.history)
+            if value > (self.state.best_value or 0.0):  # False for NaN
+                self.state.best_value = value
+                self.state.best_step = self.state.step
+                self.state.measure = self.measure
+                if self.accelerator.is_main_process:
+                    checkpoint.save_best(self.folder, drafter, self.joint)
 
     def _save(self) -> None:
         """All processes gather, one writes."""
