@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Mapping, Sequence
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -55,6 +56,8 @@ from draftsmith.speculators.target.frozen_target import FrozenTarget
 logger = logging.getLogger(__name__)
 
 Params = SamplingParams | Sequence[SamplingParams] | None  # for all prompts, or one for each
+
+WARM_UP_PROMPT = 64  # tokens, which are the context that costs of rounds are measured with
 
 
 class LLM:
@@ -310,17 +313,24 @@ class LLM:
     # ------------------------------------------------------------------ the engine
 
     def warm_up(self, limit_s: float = 900.0) -> None:
-        """Compiles every shape that rounds can have. From the thread that will run the rounds,
-        before any request. `limit_s`: seconds after which no further shape is begun; those left are
-        compiled when they are first met."""
-        if (compiled := self.engine.compiled) is None:
-            return
+        """Compiles every shape that rounds can have, and measures what rounds cost where draft
+        lengths go by that. From the thread that will run the rounds, before any request. `limit_s`:
+        seconds after which nothing further is begun; what is left is compiled and measured when it
+        is first met."""
+        deadline = perf_counter() + limit_s
         few = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, seed=0)
-        prompt = {"prompt_token_ids": [0] * min(8, self.engine.max_model_len // 2)}
-        for speculate in (True, False):  # what each step is given
-            self.generate(prompt, few, False, speculate=speculate)
-        with torch.inference_mode():
-            compiled.warm_up(limit_s)
+        length = min(WARM_UP_PROMPT, self.engine.max_model_len // 2)
+        prompt = {"prompt_token_ids": [0] * length}
+        if (compiled := self.engine.compiled) is not None:
+            for speculate in (True, False):  # what each step is given
+                self.generate(prompt, few, False, speculate=speculate)
+            with torch.inference_mode():
+                compiled.warm_up(limit_s)
+        draft_length = self.engine.draft_length
+        for rows in draft_length.sizes_to_measure(self.engine.options.max_num_seqs):
+            if perf_counter() < deadline:
+                self.generate([prompt] * rows, few, False)
+        draft_length.forget()
         self.reset_metrics()
 
     def get_default_sampling_params(self) -> SamplingParams:

@@ -2,9 +2,9 @@
 tokens per row.
 
 They are given, which makes draft lengths a function of the text alone; or measured, in the first
-round of a batch size that is far from those measured before: forwards of several widths over the
-rows at the context they have are timed, and the best of interleaved repeats is taken, as a
-disturbance only ever makes a forward longer."""
+round of a batch size that is far from those measured before (`LLM.warm_up` runs such rounds before
+any request): forwards of several widths over the rows at the context they have are timed, and the
+best of interleaved repeats is taken, as a disturbance only ever makes a forward longer."""
 
 from __future__ import annotations
 
@@ -45,6 +45,17 @@ class RoundCosts:
         """Called once, by the engine whose rounds are measured."""
         self._proposer = proposer
         self._forward = forward
+
+    def sizes(self, most_rows: int) -> list[int]:
+        """Batch sizes, ascending, that are measured for all of 1 to `most_rows`: each is twice the
+        one before, since all between n and 2 n are within √2 < SHARED_RATIO of one of these. None
+        where costs are given."""
+        if self._given is not None:
+            return []
+        sizes = [1]
+        while sizes[-1] < most_rows:
+            sizes.append(min(2 * sizes[-1], most_rows))
+        return sizes
 
     def of(self, rows: Sequence[Request]) -> VerifyAndDraft:
         """(V(w + 1), D(w)) [K+1] each, for w = 0 … K drafts of these rows."""

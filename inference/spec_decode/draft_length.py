@@ -65,6 +65,13 @@ class DraftLength:
     def learn(self, verified: Sequence[int], accepted: Sequence[int]) -> None:
         """Drafts verified and accepted per row of the round."""
 
+    def sizes_to_measure(self, most_rows: int) -> list[int]:
+        """Batch sizes whose first round is timed; the others, up to `most_rows`, then share."""
+        return []
+
+    def forget(self) -> None:
+        """Forgets what became of drafts; measured times stay."""
+
 
 class Acceptance:
     """What became of earlier drafts, over all requests, as moving means.
@@ -245,3 +252,10 @@ class AdaptiveDraftLength(DraftLength):
         paid = sum(accepted) >= len(accepted) * (plan.relative_time(width) - 1)
         if not (plan.forced_length and paid):  # a probe that paid is followed by another
             self._idle = 0
+
+    def sizes_to_measure(self, most_rows: int) -> list[int]:
+        return self._costs.sizes(most_rows)
+
+    def forget(self) -> None:
+        self._acceptance = Acceptance(self.num_speculative_tokens)
+        self._idle = inf

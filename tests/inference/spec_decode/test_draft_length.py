@@ -287,6 +287,29 @@ def test_costs_measured_in_an_engine_are_those_of_its_rounds(kind, model, monkey
     assert len({id(verify) for verify, _ in used}) == 2
 
 
+@pytest.mark.parametrize("rows", [1, 5])
+def test_warm_up_measures_costs_for_every_batch_size(rows, model, monkeypatch):
+    """No request waits for a measurement, and none is told what became of the drafts of others."""
+    monkeypatch.setattr(costs_module, "MEASURING_SECONDS", 0.0)
+    measure, timed = RoundCosts._measure, []
+    monkeypatch.setattr(
+        RoundCosts, "_measure", lambda *given: timed.append(len(given[1])) or measure(*given)
+    )
+    length = AdaptiveDraftLength(K)
+    llm = llm_of("eagle3", model, draft_length=length, max_num_seqs=rows)
+    llm.warm_up()
+    assert timed and llm.get_metrics().num_drafts == 0
+    assert length._acceptance.rates(K) == Acceptance(K).rates(K)
+    timed.clear()
+    params = [SamplingParams(temperature=0, max_tokens=2 + 3 * i) for i in range(rows)]
+    llm.generate([PROMPTS[0]] * rows, params, False)  # of `rows` rows, and of one fewer each time
+    assert llm.get_metrics().num_drafts > 0 and not timed
+
+
+def test_warm_up_measures_nothing_where_costs_are_options():
+    assert adaptive(CHEAP).sizes_to_measure(8) == []
+
+
 # ---------------------------------------------------------------------- options
 
 
