@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
 import uuid
 from contextlib import suppress
@@ -14,6 +15,7 @@ from draftsmith.speculators.errors import ConfigError
 
 DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)  # may come without the name of a file
 PROBE = b"\0" * 4096  # written and removed: a full disk takes the name of a file, but no contents
+SCRATCH = re.compile(r"\.[0-9a-f]{32}\.tmp")  # the names of `_beside`
 
 
 def check_writable(option: str, path: Path) -> None:
@@ -45,6 +47,14 @@ def write_whole(path: Path, text: str) -> Path:
     finally:
         _remove(scratch)
     return path
+
+
+def remove_scratch(folder: Path) -> None:
+    """Removes what a killed process has left half-written in `folder`, into which no other may be
+    writing now."""
+    for path in folder.glob(".*.tmp"):
+        if SCRATCH.fullmatch(path.name):
+            _remove(path)
 
 
 def cause(error: OSError, path: Path) -> str:

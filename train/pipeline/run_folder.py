@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 from accelerate import Accelerator
 
-from draftsmith.inference.whole_file import check_writable
+from draftsmith.inference.whole_file import check_writable, remove_scratch
 from draftsmith.speculators.errors import ConfigError
 from draftsmith.train.processes import on_first
 
@@ -25,7 +25,8 @@ SAME_START = 2.0  # seconds that two readings of the start of one process may di
 @contextmanager
 def claimed(accelerator: Accelerator, folder: Path) -> Iterator[None]:
     """`folder` belongs to this run, whose first process holds its lock. ConfigError: it cannot be
-    written to, or another run is at work there. A killed run leaves no obstacle."""
+    written to, or another run is at work there. A killed run leaves no obstacle, and what it had
+    half-written is removed."""
     on_first(accelerator, lambda: _claim(folder))
     try:
         yield
@@ -42,6 +43,7 @@ def _claim(folder: Path) -> None:
         if holder and not _is_gone(holder):
             raise ConfigError(_refusal(lock, holder), where=f"output_dir {folder}")
         _write(descriptor, _this_process())
+    remove_scratch(folder)
 
 
 def _release(folder: Path) -> None:

@@ -7,13 +7,14 @@ import os
 import signal
 import socket
 import time
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import psutil
 import pytest
 from accelerate import Accelerator
 
+from draftsmith.inference.whole_file import write_whole
 from draftsmith.speculators.errors import ConfigError
 from draftsmith.train.pipeline.run import run
 from draftsmith.train.pipeline.run_folder import LOCK, claimed
@@ -47,6 +48,22 @@ def test_claimed_folder_of_a_living_run_is_refused_until_it_is_killed(holder, tm
     with claimed(Accelerator(cpu=True), tmp_path):
         assert json.loads((tmp_path / LOCK).read_text())["pid"] == os.getpid()
     assert not (tmp_path / LOCK).exists()
+
+
+def test_claimed_folder_is_rid_of_what_a_killed_run_had_half_written(tmp_path, monkeypatch):
+    with monkeypatch.context() as patch, suppress(KeyboardInterrupt):
+        patch.setattr("draftsmith.inference.whole_file.os.replace", interrupt)
+        patch.setattr("draftsmith.inference.whole_file._remove", lambda path: None)  # as if killed
+        write_whole(tmp_path / "report.html", "half")
+    (torn,) = tmp_path.iterdir()
+    notes = tmp_path / ".notes.tmp"
+    notes.write_text("not of a run")
+    with claimed(Accelerator(cpu=True), tmp_path):
+        assert not torn.exists() and notes.exists()
+
+
+def interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize(
