@@ -151,6 +151,19 @@ def test_certify_without_drafts_at_a_temperature_is_undecided_there():
         assert [line.split()[0] for line in result["scope"]["tested"]] == [greedy, sampled]
 
 
+def test_certify_of_samples_that_are_wrong_from_the_fifth_token_on_is_lossy():
+    result = certificate(ChainServer((0, 1), change=repeat_from_fifth), ChainServer(), 30)
+    assert (result["greedy"]["verdict"], result["sampled"]["verdict"]) == ("lossless", "lossy")
+
+
+def repeat_from_fifth(choice: dict) -> dict:
+    """Of samples, which are longer than the greedy texts here."""
+    tokens = choice["token_ids"]
+    if len(tokens) <= 6:
+        return choice
+    return choice | {"token_ids": [*tokens[:4], *tokens[4:5] * (len(tokens) - 4)]}
+
+
 def test_certify_of_samples_that_show_nothing_is_undecided():
     """Two texts cannot differ by more than chance, whatever they are."""
     result = certificate(ChainServer((0, 1)), ChainServer(), 2)

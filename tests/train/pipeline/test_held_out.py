@@ -15,7 +15,7 @@ from draftsmith.inference import LLM, SamplingParams
 from draftsmith.train.data.sources import Example
 from draftsmith.train.pipeline import run as pipeline
 from draftsmith.train.pipeline.data_stage import workloads_in_turn
-from draftsmith.train.pipeline.run import held_out_evaluation
+from draftsmith.train.pipeline.run import held_out_evaluation, held_out_measure
 from draftsmith.train.regeneration.store import Response
 from tests.support.cases import Case, make
 from tests.support.engines import make_llm
@@ -112,6 +112,25 @@ def test_held_out_texts_are_shared_by_processes_that_all_have_the_result(tmp_pat
         assert all_texts == [5, 5] and together == pytest.approx(alone)
     assert [counts for _, (_, counts) in everyone] == [[3, 3], [2, 2]]
     assert everyone[0][1][0] == everyone[1][1][0]
+
+
+TEXT = Response("w", (3, 4), (5, 6), 1.0, 0)
+
+
+@pytest.mark.parametrize(
+    ("evaluation", "held_out", "same"),
+    [
+        ({"repeats": 1, "suites": []}, {1.0: [TEXT]}, True),
+        ({"num_speculative_tokens": 1}, {1.0: [TEXT]}, False),
+        ({"top_p": 0.9}, {1.0: [TEXT]}, False),
+        ({"top_k": 5}, {1.0: [TEXT]}, False),
+        ({}, {0.0: [TEXT]}, False),
+        ({}, {1.0: [TEXT, TEXT]}, False),
+    ],
+)
+def test_held_out_measure_is_another_where_values_would_be(evaluation, held_out, same) -> None:
+    usual = held_out_measure(recipe(), {1.0: [TEXT]})
+    assert (held_out_measure(recipe(evaluation=evaluation), held_out) == usual) == same
 
 
 def test_a_budget_of_texts_is_shared_by_the_workloads() -> None:
