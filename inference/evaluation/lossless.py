@@ -15,6 +15,7 @@ from itertools import zip_longest
 import torch
 from torch import Tensor
 
+from draftsmith.inference.engine_options import EngineOptions
 from draftsmith.inference.kv_cache.ragged_cache import RaggedCache
 from draftsmith.inference.outputs import RequestOutput
 from draftsmith.inference.plain_decoder import TargetForward
@@ -23,6 +24,7 @@ from draftsmith.speculators.target.frozen_target import FrozenTarget
 
 # logits whose noise is watched: a single one, rounded to bfloat16, often happens not to move
 LEADING = 8
+MOST_TOKENS = EngineOptions().max_num_batched_tokens  # of a forward that is no verification
 
 
 def compare_greedy(
@@ -108,18 +110,24 @@ def _shapes(
 ) -> Iterator[tuple[list[int], list[int], int, int]]:
     """Arguments of `_logits_after` that give prompt + output at once and in the steps of verifying
     and decoding, alone, in equal rows, and in rows of another length (whose masks take another path
-    through the attention kernel)."""
+    through the attention kernel). What is longer than MOST_TOKENS in all rows is fed in chunks, as
+    the engine feeds prompts."""
     ids, rows, longer_by = prompt + output, max(rows, 2), min(len(prompt), 29)
     at_once, in_blocks = [len(ids)], [len(prompt), *_split(len(output), block)]
     if len(output) < block < len(ids):
         in_blocks = [len(ids) - block, block]  # as wide as the run's first verifications
     decoded = [len(prompt), *_split(len(output), 1)]
-    yield ids, at_once, 1, 0
-    yield ids, in_blocks, 1, 0
-    yield ids, at_once, rows, 0
-    yield ids, in_blocks, rows, longer_by
-    yield ids, decoded, 1, 0
-    yield ids, decoded, rows, longer_by
+    for pieces, count, longer in (
+        (at_once, 1, 0),
+        (in_blocks, 1, 0),
+        (at_once, rows, 0),
+        (in_blocks, rows, longer_by),
+        (decoded, 1, 0),
+        (decoded, rows, longer_by),
+    ):
+        most = max(MOST_TOKENS // count, block)
+        chunks = [chunk for piece in pieces for chunk in _split(piece, most)]
+        yield ids, chunks, count, longer
 
 
 def _split(length: int, size: int) -> list[int]:

@@ -28,6 +28,7 @@ from draftsmith.inference.evaluation.expected_acceptance import (
 from draftsmith.inference.evaluation.lossless import compare_greedy
 from draftsmith.inference.evaluation.timing import interleaved
 from draftsmith.inference.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from draftsmith.inference.plain_decoder import TargetForward
 from draftsmith.inference.report.measurement import expected_acceptance as compare_expected
 from draftsmith.inference.report.schema import SuiteFacts
 from draftsmith.inference.sampling.sampler import probabilities
@@ -175,6 +176,20 @@ def test_noise_is_that_of_the_engines_forward_in_whole_verifications(llm, monkey
     check(llm.engine.target, prompt, [3, 5], [3, 6])
     assert {type(forward) for _, forward, *_ in runs} == {type(llm.engine.target_forward)}
     assert any(pieces == [len(ids) - K - 1, K + 1] for _, _, ids, pieces, *_ in runs)
+
+
+def test_noise_of_a_long_text_is_measured_in_forwards_as_large_as_the_engines(
+    llm, monkeypatch
+) -> None:
+    forwards, call = [], TargetForward.__call__
+    monkeypatch.setattr(
+        TargetForward,
+        "__call__",
+        lambda self, ids, *rest: forwards.append(ids.numel()) or call(self, ids, *rest),
+    )
+    monkeypatch.setattr(lossless, "MOST_TOKENS", 32)
+    check(llm.engine.target, list(range(3, 60)), [3, 5], [3, 6])
+    assert 0 < max(forwards) <= 32
 
 
 def test_bfloat16_ties_are_told_from_mistakes(folders) -> None:
