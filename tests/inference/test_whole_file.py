@@ -13,24 +13,18 @@ from tests.support.disks import full_disk
 from tests.support.errors import raises_at
 
 
-@pytest.fixture
-def no_room():
-    with full_disk():
-        yield
-
-
-def test_write_whole_without_room_keeps_the_old_file_and_leaves_nothing_beside(tmp_path, no_room):
+def test_write_whole_without_room_keeps_the_old_file_and_leaves_nothing_beside(tmp_path):
     path = tmp_path / "a.json"
     write_whole(path, "old")
-    with pytest.raises(OSError) as error:
+    with full_disk(), pytest.raises(OSError) as error:
         write_whole(path, "x" * 1000)
     assert error.value.filename == str(path)
     assert path.read_text() == "old" and [*tmp_path.iterdir()] == [path]
 
 
-def test_check_writable_without_room_is_refused(tmp_path, no_room):
+def test_check_writable_without_room_is_refused(tmp_path):
     path = tmp_path / "a.json"
-    with raises_at(ConfigError, f"--out {path}"):
+    with full_disk(), raises_at(ConfigError, f"--out {path}"):
         check_writable("--out", path)
     assert not [*tmp_path.iterdir()]
 
