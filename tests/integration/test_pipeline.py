@@ -121,6 +121,8 @@ def test_recipe_to_report_and_again(recipe, tmp_path, capsys):
     names = ("recipe.yaml", "report.html", "export/config.json")
     assert all((out / name).exists() for name in names) and any(out.rglob("events.out.tfevents*"))
     assert summary(out)["lossless_mismatches"] == 0
+    state = checkpoint.read_state(checkpoint.latest(out / "checkpoints"))
+    assert state.best_value > 0 and state.measure, "which is compared with another measure's"
     kept = files_of(out)
 
     # the same command again: nothing is regenerated or trained a second time, the result is the
