@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -83,16 +83,16 @@ def read_tensors(
     expected = model.state_dict()
     shards = checkpoint.shards()
     numbered = {name: _renumbered(name, layers) for name in shards}
-    rename = _renaming(model, expected)
+    rename = renaming(model, expected)
     parameters = {name: rename(new) for name, new in numbered.items() if new is not None}
     weights = checkpoint.read(
         {name: shards[name] for name, parameter in parameters.items() if parameter in expected}
     )
-    _refuse_quantised(weights, parameters, expected, where)
+    refuse_quantised(weights, parameters, expected, where)
     return {numbered[name] or name: weight for name, weight in weights.items()}
 
 
-def _renaming(model: PreTrainedModel, expected: Mapping[str, Tensor]) -> Callable[[str], str]:
+def renaming(model: PreTrainedModel, expected: Mapping[str, Tensor]) -> Callable[[str], str]:
     """transformers' rule from a checkpoint's tensor to the parameter of `model` that it is read
     into. `expected`: the model's state dict."""
     conversions = get_model_conversion_mapping(model)
@@ -117,10 +117,10 @@ def _renumbered(name: str, layers: Sequence[int]) -> str | None:
     return LAYER_NUMBER.sub(str(layers.index(layer)), name, count=1)
 
 
-def _refuse_quantised(
+def refuse_quantised(
     weights: Mapping[str, Tensor],
     parameters: Mapping[str, str],
-    expected: Mapping[str, Tensor],
+    expected: Collection[str],
     where: str,
 ) -> None:
     """UnsupportedTarget for a quantised weight, which is of no float format, or is stored as

@@ -44,8 +44,10 @@ class RecurrentLayers:
         for mixer in self.mixers:
             own = mixer.forward
 
-            def forward(*args: Any, own: Callable = own, **kwargs: Any) -> Any:
-                calls.append((own, args, kwargs))
+            def forward(
+                *args: Any, mixer: nn.Module = mixer, own: Callable = own, **kwargs: Any
+            ) -> Any:
+                calls.append((mixer, args, kwargs))
                 return self.mix(own, args, kwargs, shape, fresh)
 
             mixer.forward = forward  # type: ignore[method-assign]
@@ -74,7 +76,7 @@ class RecurrentLayers:
         return (torch.cat([output[0] for output in outputs], dim=1), *outputs[-1][1:])
 
 
-Call = tuple[Callable, tuple, dict]  # a mixer's forward, and its inputs
+Call = tuple[nn.Module, tuple, dict]  # a mixer, and its inputs
 
 
 def _cut(

@@ -9,7 +9,7 @@ from elsewhere."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -21,7 +21,11 @@ from draftsmith.speculators.errors import CheckpointError, ConfigError, Unsuppor
 from draftsmith.speculators.hub import one_line, split_revision
 from draftsmith.speculators.precision import as_dtype, running_dtype, say_widened
 from draftsmith.speculators.target import probe
-from draftsmith.speculators.target.checkpoint_tensors import Checkpoint, read_tensors
+from draftsmith.speculators.target.checkpoint_tensors import (
+    Checkpoint,
+    refuse_quantised,
+    renaming,
+)
 from draftsmith.speculators.target.info import sketch_target
 
 START_TOKENS = 64
@@ -48,7 +52,7 @@ class TargetHead(nn.Module):
         self.dtype = self._parts.dtype
         self.device = self._parts.device
         self._final_norm: Callable[[Tensor], Tensor] | None = None  # found on first use
-        # The files it was read from, which have its layers too; None: it is whole.
+        # The files it was read from, which have its layers too; None: they are here, and whole.
         self.checkpoint: Checkpoint | None = None
         # Where hidden states come from: `features` of a FrozenTarget or the like. None: nowhere.
         self.source: Callable[..., Any] | None = None
@@ -69,15 +73,16 @@ class TargetHead(nn.Module):
         """Loads the tensors that `TargetHead` names, from safetensors, and no decoder layer.
         Arguments as of `FrozenTarget.from_pretrained`. Errors: CheckpointError, UnsupportedTarget,
         also for an embedding or output head that is quantised."""
-        model = load_without_layers(
-            path_or_id, dtype=dtype, trust_remote_code=trust_remote_code, revision=revision
+        reader = ModelReader(
+            path_or_id,
+            dtype=dtype,
+            device=device,
+            trust_remote_code=trust_remote_code,
+            revision=revision,
         )
-        if running_dtype(dtype, model.dtype, device) != model.dtype:
-            model.float()
-            say_widened(path_or_id)
-        head = _confirmed(model, tap_layers)
+        head = _confirmed(reader.without_layers(), tap_layers)
         del head._parts.layers[:]
-        head.checkpoint = Checkpoint(*split_revision(path_or_id, revision))
+        head.checkpoint = reader.checkpoint
         return head.to(device)
 
     # ------------------------------------------------------------------ what it is
@@ -216,57 +221,126 @@ def remove_layers(model: PreTrainedModel) -> tuple[str, list[nn.Module]]:
     return name, layers
 
 
-def _class_without_layers(whole: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    """The class of a model, whose instances have no layers before they get any memory."""
+def _class_of_part(
+    whole: type[PreTrainedModel], layer: int | None, config: PretrainedConfig | None
+) -> type[PreTrainedModel]:
+    """The class of a model whose instances have no layers but this one, in its place, before they
+    get any memory. `config`: what they share with others in place of a copy of their own."""
 
-    def __init__(self: Any, config: PretrainedConfig, *args: Any, **kwargs: Any) -> None:
-        whole.__init__(self, config, *args, **kwargs)
-        remove_layers(self)
+    def __init__(self: Any, copied: PretrainedConfig, *args: Any, **kwargs: Any) -> None:
+        whole.__init__(self, copied if config is None else config, *args, **kwargs)
+        name, layers = remove_layers(self)
+        if layer is not None:
+            self.get_submodule(name).add_module(str(layer), layers[layer])
 
     members = {"__init__": __init__, "__module__": whole.__module__}
     return type(whole.__name__, (whole,), members)
 
 
-def load_without_layers(
-    path_or_id: str,
-    *,
-    dtype: torch.dtype | str = "auto",
-    trust_remote_code: bool = False,
-    revision: str | None = None,
-) -> PreTrainedModel:
-    """The model of a checkpoint on the CPU with a `_PassThrough` in the place of every decoder
-    layer. Errors as of `TargetHead.from_pretrained`."""
-    name, revision = split_revision(path_or_id, revision)
-    source: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
-    skeleton = sketch_target(name, **source).model
-    if probe.needs_eager(skeleton.config.get_text_config()):
-        skeleton.set_attn_implementation("eager")
-    config = copy.deepcopy(skeleton.config)
-    # What is loaded is not quantised; if it is, that is noticed below.
-    for part in (config, config.get_text_config()):
-        vars(part).pop("quantization_config", None)
-    layers_name, layers = remove_layers(skeleton)
-    weights = read_tensors(Checkpoint(name, revision), skeleton, path_or_id)
-    try:
-        model, info = _class_without_layers(type(skeleton)).from_pretrained(
-            None,
-            config=config,
-            state_dict=weights,
-            dtype=dtype,
-            attn_implementation=config._attn_implementation,
-            ignore_mismatched_sizes=True,  # refused below, by name
-            output_loading_info=True,
-        )
-    except (OSError, RuntimeError, ValueError) as error:
-        raise CheckpointError(
-            f"cannot load the weights: {one_line(error)}", where=f"target {path_or_id}"
-        ) from error
-    probe.refuse_incomplete(info, path_or_id)
-    model.config._name_or_path = name
-    with suppress(OSError):  # it may have none
-        model.generation_config = GenerationConfig.from_pretrained(name, revision=revision)
-    model.get_submodule(layers_name).extend(_PassThrough(layer) for layer in layers)
-    return model
+class ModelReader:
+    """Reads a model from a checkpoint in parts, on the CPU: all but its decoder layers, then one
+    layer at a time. `layers_name`: of the list of layers, which has `num_layers` of them.
+
+    `path_or_id` and what follows: as of `TargetHead.from_pretrained`, and so are the errors.
+    `device`: on which the model is to run."""
+
+    def __init__(
+        self,
+        path_or_id: str,
+        *,
+        dtype: torch.dtype | str = "auto",
+        device: torch.device | str = "cpu",
+        trust_remote_code: bool = False,
+        revision: str | None = None,
+    ) -> None:
+        self.path_or_id = path_or_id
+        self.name, self.revision = split_revision(path_or_id, revision)
+        self.dtype = dtype
+        self.device = device
+        skeleton = sketch_target(
+            self.name, revision=self.revision, trust_remote_code=trust_remote_code
+        ).model
+        if probe.needs_eager(skeleton.config.get_text_config()):
+            skeleton.set_attn_implementation("eager")
+        self.config = copy.deepcopy(skeleton.config)
+        # What is loaded is not quantised; if it is, that is noticed below.
+        for part in (self.config, self.config.get_text_config()):
+            vars(part).pop("quantization_config", None)
+        self.whole_class = type(skeleton)
+        self.checkpoint = Checkpoint(self.name, self.revision)
+        self.files = self.checkpoint.shards()
+        rename = renaming(skeleton, skeleton.state_dict())
+        self.parameters = {name: rename(name) for name in self.files}
+        self.layers_name, self._layers = remove_layers(skeleton)
+        self.num_layers = len(self._layers)
+        self._expected = skeleton.state_dict().keys()
+        self._weights = self._read(self._expected)  # mapped files: no memory of this process
+
+    def without_layers(self) -> PreTrainedModel:
+        """The model with a `_PassThrough` in the place of every decoder layer."""
+        model = self._build(None, self.config, self._weights, self.dtype)
+        if self._widens(model.dtype):
+            model.float()
+            say_widened(self.name)
+        model.config._name_or_path = self.name
+        with suppress(OSError):  # it may have none
+            model.generation_config = GenerationConfig.from_pretrained(
+                self.name, revision=self.revision
+            )
+        places = [_PassThrough(layer) for layer in self._layers]
+        model.get_submodule(self.layers_name).extend(places)
+        return model
+
+    def layer(self, number: int, model: PreTrainedModel) -> nn.Module:
+        """A decoder layer for `model`, with which it shares its configuration; converted and
+        packed, as experts are, by transformers."""
+        name = f"{self.layers_name}.{number}"
+        expected = {f"{name}.{tensor}" for tensor in self._layers[number].state_dict()}
+        weights = self._weights | self._read(expected)
+        dtype = as_dtype(model.config.dtype)
+        try:
+            layer = self._build(number, model.config, weights, dtype).get_submodule(name)
+        except (AttributeError, LookupError, TypeError) as error:
+            raise UnsupportedTarget(
+                f"its layers cannot be built one by one ({error})",
+                where=f"target {self.path_or_id}",
+            ) from error
+        return layer.float() if self._widens(dtype) else layer
+
+    def _widens(self, dtype: torch.dtype) -> bool:
+        return running_dtype(self.dtype, dtype, self.device) != dtype
+
+    def _build(
+        self,
+        layer: int | None,
+        config: PretrainedConfig,
+        weights: dict[str, Tensor],
+        dtype: torch.dtype | str,
+    ) -> PreTrainedModel:
+        shared = None if layer is None else config
+        try:
+            model, info = _class_of_part(self.whole_class, layer, shared).from_pretrained(
+                None,
+                config=config,
+                state_dict=weights,
+                dtype=dtype,
+                attn_implementation=config._attn_implementation,
+                ignore_mismatched_sizes=True,  # refused below, by name
+                output_loading_info=True,
+            )
+        except (OSError, RuntimeError, ValueError) as error:
+            raise CheckpointError(
+                f"cannot load the weights: {one_line(error)}", where=f"target {self.path_or_id}"
+            ) from error
+        probe.refuse_incomplete(info, self.path_or_id)
+        return model
+
+    def _read(self, expected: Collection[str]) -> dict[str, Tensor]:
+        parameters = self.parameters
+        files = {name: file for name, file in self.files.items() if parameters[name] in expected}
+        weights = self.checkpoint.read(files)
+        refuse_quantised(weights, parameters, expected, self.path_or_id)
+        return weights
 
 
 def _confirmed(model: PreTrainedModel, tap_layers: Sequence[int]) -> TargetHead:

@@ -111,11 +111,11 @@ def test_processes_and_shards_train_alike(short_recipe, tmp_path):
 
 
 @pytest.mark.integration
-def test_a_target_goes_from_the_hosts_memory_to_its_shards(short_recipe, tmp_path):
+def test_a_target_that_is_read_in_shards_trains_the_same_head(short_recipe, tmp_path):
     """Where it is asked for nothing before: responses are the data's, and nothing is held out."""
     given = ("regenerate.enabled=false", "data.validation=[]", "evaluation.max_tokens=8")
     finished(alone(short_recipe, tmp_path / "one", *given))
     sharded = (*given, "target.sharding=fsdp")
     said = finished(launch(short_recipe, tmp_path / "two", [], overrides=sharded))
-    assert "waits in the host's memory" in said
+    assert "the whole target" not in said
     assert_same(tmp_path / "one", tmp_path / "two")

@@ -141,7 +141,7 @@ class DataStage:
         self._load = load
         self._tokenizer = tokenizer
         self.llm: LLM | None = None
-        if target and target.supports_rollback and not waits_on_host(recipe, accelerator):
+        if target and target.supports_rollback and not starts_sharded(recipe, accelerator):
             self.llm = self._make_llm(target)
         sketch = recipe.target.sketch()
         longest = getattr(sketch.config, "max_position_embeddings", None) or recipe.data.max_length
@@ -317,9 +317,9 @@ def write_in_parts(
     return write_first(accelerator, folder, lambda: write((0, 1)))
 
 
-def waits_on_host(recipe: Recipe, accelerator: Accelerator) -> bool:
-    """True if the target stays in the host's memory until it is sharded, and is never whole on a
-    device: it writes no texts before, and no start is fitted to its features."""
+def starts_sharded(recipe: Recipe, accelerator: Accelerator) -> bool:
+    """True if the target is sharded from the start, and is never whole on a device: it writes no
+    texts before, and no start is fitted to its features."""
     writes = bool(recipe.regenerate.enabled or recipe.data.validation)
     writes = writes and not recipe.regenerate.endpoints
     fitted = getattr(recipe.drafter, "init", None) == "least_squares"

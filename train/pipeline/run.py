@@ -30,7 +30,7 @@ from draftsmith.train.on_policy.refresh import OnPolicy
 from draftsmith.train.pipeline import trackers
 from draftsmith.train.pipeline.acceptance_stage import accept, engines_of
 from draftsmith.train.pipeline.adapted_target import with_adapted_target
-from draftsmith.train.pipeline.data_stage import prepare_data, waits_on_host
+from draftsmith.train.pipeline.data_stage import prepare_data
 from draftsmith.train.pipeline.drafter_stage import make_drafter, meet_tokenizers
 from draftsmith.train.pipeline.export_stage import Trained, export
 from draftsmith.train.pipeline.features_stage import training_features
@@ -132,8 +132,6 @@ def train(
     config = drafter_config(recipe, recipe.target.sketch(accelerator.device))
     # What cannot be drafted is refused before anything is loaded.
     sketch = sketch_drafter(recipe, config)
-    if waits_on_host(recipe, accelerator):
-        stages.say("      the target waits in the host's memory until it is sharded")
     target = RunTarget(recipe, accelerator, config.tap_layers, stages)
     tokenizer = recipe.target.load_tokenizer()
     drafter = None

@@ -6,16 +6,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 
 from draftsmith.inference.progress import Stages
 from draftsmith.inference.report.schema import OUR_ENGINE
-from draftsmith.speculators.errors import UnsupportedTarget
+from draftsmith.speculators.errors import CheckpointError, UnsupportedTarget
+from draftsmith.speculators.hub import split_revision
 from draftsmith.speculators.precision import free_memory
+from draftsmith.speculators.target.checkpoint_tensors import Checkpoint
 from draftsmith.speculators.target.frozen_target import FrozenTarget
 from draftsmith.speculators.target.longrope import remark, trained_length
+from draftsmith.speculators.target.sharding import read_sharded
 from draftsmith.speculators.target.target_head import TargetHead
-from draftsmith.train.pipeline.data_stage import waits_on_host
+from draftsmith.train.pipeline.data_stage import starts_sharded
 from draftsmith.train.recipe.recipe import Recipe
+from draftsmith.train.trainer.parallel import target_mesh
 
 
 class RunTarget:
@@ -82,18 +87,49 @@ class RunTarget:
 def load_target(
     recipe: Recipe, accelerator: Accelerator, tap_layers: Sequence[int], stages: Stages
 ) -> FrozenTarget:
-    """The target on the device of this process, or in the host's memory until it is sharded."""
+    """The target on the device of this process, or sharded over all of them. All processes come
+    here together."""
     with stages.stage(f"load {recipe.target.model}"):
-        target = FrozenTarget.from_pretrained(
-            recipe.target.model,
-            tap_layers=tap_layers,
-            dtype=recipe.target.dtype,
-            device=accelerator.device,
-            on_host=waits_on_host(recipe, accelerator),
-            **recipe.target.source,
-        )
+        target = None
+        in_shards = starts_sharded(recipe, accelerator)
+        if in_shards:
+            target = _load_sharded(recipe, accelerator, tap_layers, stages)
+        if target is None:
+            target = FrozenTarget.from_pretrained(
+                recipe.target.model,
+                tap_layers=tap_layers,
+                dtype=recipe.target.dtype,
+                device=accelerator.device,
+                on_host=in_shards,  # until it is sharded
+                **recipe.target.source,
+            )
     if (length := trained_length(target.config, recipe.data.max_length)) is not None:
         target.serve_up_to(length)
+    return target
+
+
+def _load_sharded(
+    recipe: Recipe, accelerator: Accelerator, tap_layers: Sequence[int], stages: Stages
+) -> FrozenTarget | None:
+    """The target, read layer by layer. None in every process if one of them cannot."""
+    name = recipe.target.model
+    source = recipe.target.source
+    mesh = target_mesh(accelerator)
+    model = None
+    fault = ""
+    try:
+        model = read_sharded(
+            name, mesh, dtype=recipe.target.dtype, device=accelerator.device, **source
+        )
+    except (CheckpointError, UnsupportedTarget) as error:
+        fault = str(error)
+    if any(faults := gather_object([fault])):
+        why = next(filter(None, faults))
+        stages.say(f"      every process reads the whole target into the host's memory: {why}")
+        return None
+    assert model is not None  # there is no fault
+    target = FrozenTarget(model, tap_layers)
+    target.checkpoint = Checkpoint(*split_revision(name, recipe.target.revision))
     return target
 
 

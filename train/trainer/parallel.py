@@ -14,7 +14,12 @@ from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, broadcast
+from accelerate.utils import (
+    DistributedType,
+    FullyShardedDataParallelPlugin,
+    broadcast,
+    gather_object,
+)
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -23,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from draftsmith.speculators.drafter import Drafter
 from draftsmith.speculators.errors import ConfigError
 from draftsmith.speculators.target.frozen_target import FrozenTarget
-from draftsmith.speculators.target.sharding import shard_target
+from draftsmith.speculators.target.sharding import is_sharded, shard_target
 
 Result = TypeVar("Result")
 
@@ -138,14 +143,28 @@ def spread(
 
 
 def shard_over_processes(accelerator: Accelerator, target: FrozenTarget, sharding: str) -> None:
-    """Shards the target in place as `target.sharding` says; with one process it stays whole."""
-    if sharding == "fsdp" and accelerator.num_processes > 1:
-        shard_target(target, mesh_of(accelerator)).to(accelerator.device)
+    """Shards the target in place as `target.sharding` says, unless it was read in shards; with one
+    process it stays whole."""
+    if sharding == "fsdp" and accelerator.num_processes > 1 and not is_sharded(target):
+        shard_target(target, target_mesh(accelerator)).to(accelerator.device)
 
 
 def mesh_of(accelerator: Accelerator) -> DeviceMesh:
     """All processes in a row."""
     return init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
+
+
+def target_mesh(accelerator: Accelerator) -> DeviceMesh:
+    """Of a sharded target: [nodes, processes of a node], with replicas along the first dimension
+    and shards along the second, so that no weights cross the network in a forward. All processes
+    in a row where there is one node, or one process on a node, or nodes differ in size."""
+    count = accelerator.num_processes
+    sizes = set(gather_object([int(os.environ.get("LOCAL_WORLD_SIZE", count))]))
+    local = min(sizes)
+    if len(sizes) > 1 or not 1 < local < count or count % local:
+        return mesh_of(accelerator)
+    names = ("replicate", "shard")
+    return init_device_mesh(accelerator.device.type, (count // local, local), mesh_dim_names=names)
 
 
 def wants_shards(accelerator: Accelerator) -> bool:

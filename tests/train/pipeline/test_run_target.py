@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import io
 import shutil
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +16,20 @@ from torch import nn
 
 from draftsmith.inference.progress import Stages
 from draftsmith.speculators.errors import CheckpointError
+from draftsmith.speculators.registry import config_for_target, family_class
 from draftsmith.speculators.target.frozen_target import FrozenTarget
+from draftsmith.speculators.target.sharding import is_sharded
 from draftsmith.train.pipeline.export_stage import Trained, export
 from draftsmith.train.pipeline.run import train
+from draftsmith.train.pipeline.run_target import load_target
 from draftsmith.train.recipe.recipe import Recipe
 from draftsmith.train.trainer.trainer import EXPECTED, Trainer
 from tests.quickstart_data import source as quickstart
 from tests.support.models import make_tiny_model
+from tests.support.quantised import save_quantised
 from tests.support.targets import copy_tokenizer, keep_two_shards
 from tests.support.training import assert_equal, recipe_of
+from tests.train.worlds import Scenario, in_worlds
 
 SIZES = {"vocab_size": 4096, "max_position_embeddings": 512, "eos_token_id": 2}
 LAYERS = 94  # as Qwen3-235B-A22B has
@@ -111,3 +118,44 @@ def test_a_training_from_disk_needs_two_shards_of_a_hundred_and_holds_no_layer(
 )
 def test_a_training_keeps_the_decoder_where_it_computes_or_decodes(tmp_path, sections, decodes):
     assert recipe_from_disk(tmp_path, **sections).trains_with_decoder == decodes
+
+
+def loaded_in_shards(folder: Path, name: str) -> tuple[str, bool, dict[str, Any]]:
+    """What is said while a target is loaded that is to be sharded; if it is in shards then; the
+    weights of a student that is cut from it."""
+    recipe = recipe_of(
+        "draft_model",
+        target={"model": str(folder / name), "sharding": "fsdp"},
+        drafter={"from_target": [0, 2]},
+        regenerate={"enabled": False},
+    )
+    output = io.StringIO()
+    with redirect_stdout(output):
+        target = load_target(recipe, Accelerator(cpu=True), (), Stages())
+    student = {name: tensor.numpy() for name, tensor in student_of(recipe, target).items()}
+    return output.getvalue(), is_sharded(target), student
+
+
+def student_of(recipe: Recipe, target: FrozenTarget) -> dict[str, torch.Tensor]:
+    family = family_class(recipe.family)
+    shape = recipe.drafter.shape(family.config_class.model_fields, target)
+    student = family(config_for_target(target, recipe.family, **shape)).attach(target)
+    return student.initialise_from(target, recipe.drafter).state_dict()
+
+
+@pytest.mark.slow
+def test_load_target_with_sharding_reads_shards_or_says_that_it_reads_the_whole(tmp_path):
+    model = make_tiny_model("qwen3")
+    model.save_pretrained(tmp_path / "plain")
+    save_quantised(model, tmp_path / "fp8", "fp8")
+    scenarios = [Scenario(name, 2, arguments={"name": name}) for name in ("plain", "fp8")]
+    results = in_worlds(loaded_in_shards, scenarios, tmp_path)
+    said, in_shards, student = results["plain"]
+    assert in_shards
+    assert "the whole target" not in said
+    recipe = recipe_of("draft_model", drafter={"from_target": [0, 2]})
+    weights = {name: torch.from_numpy(array) for name, array in student.items()}
+    assert_equal(weights, student_of(recipe, FrozenTarget(model)))
+    said, in_shards, _ = results["fp8"]
+    assert not in_shards
+    assert "the whole target" in said

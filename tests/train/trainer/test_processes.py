@@ -20,7 +20,7 @@ from draftsmith.speculators.drafter import Drafter
 from draftsmith.speculators.target.frozen_target import FrozenTarget
 from draftsmith.train.features.row_features import RowFeatures
 from draftsmith.train.features.source import InProcess
-from draftsmith.train.pipeline.data_stage import waits_on_host
+from draftsmith.train.pipeline.data_stage import starts_sharded
 from draftsmith.train.pipeline.drafter_stage import make_drafter
 from draftsmith.train.recipe.drafter_config import drafter_config
 from draftsmith.train.trainer.parallel import shard_over_processes
@@ -141,7 +141,7 @@ def scenario(family: str, processes: int, sharded: bool = False, **arguments) ->
 
 
 @pytest.mark.parametrize(
-    ("changes", "waits"),
+    ("changes", "sharded"),
     [
         ({"regenerate": {}}, False),  # it writes the responses
         ({"regenerate": {"endpoints": ["http://cluster:8000/v1"]}}, True),
@@ -152,7 +152,7 @@ def scenario(family: str, processes: int, sharded: bool = False, **arguments) ->
         ({"sharding": "none"}, False),
     ],
 )
-def test_a_target_that_is_asked_for_nothing_waits_on_the_host(changes, waits) -> None:
+def test_a_target_that_is_asked_for_nothing_starts_sharded(changes, sharded) -> None:
     data = {"train": [{"path": "chats.jsonl"}], "validation": changes.get("validation", [])}
     recipe = recipe_of(
         "eagle3",
@@ -162,7 +162,7 @@ def test_a_target_that_is_asked_for_nothing_waits_on_the_host(changes, waits) ->
         regenerate=changes.get("regenerate", {"enabled": False}),
     )
     accelerator: Any = SimpleNamespace(num_processes=changes.get("processes", 2))
-    assert waits_on_host(recipe, accelerator) is waits
+    assert starts_sharded(recipe, accelerator) is sharded
 
 
 WORLDS = {  # beside one process
