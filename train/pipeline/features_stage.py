@@ -311,11 +311,12 @@ def _from_vllm(
 ) -> Generator[Text]:
     """Every text is a prompt of its own; the states before the final norm are normed here."""
     texts = _token_ids(rows, absent)
+    spec = StatesSpec.of_recipe(recipe, target.tap_layers, target)
     with HiddenStates(
         str(cached_folder(recipe.target.model, recipe.target.revision)),
-        [*(tap for tap in target.tap_layers if tap != target.num_layers), target.num_layers],
+        list(spec.layers),
         longest=max(len(ids) for _, ids in texts),
-        dtype=str(target.dtype).removeprefix("torch."),
+        dtype=spec.dtype_name,
         options={
             "trust_remote_code": recipe.target.trust_remote_code,
             **recipe.features.vllm_options,
