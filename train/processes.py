@@ -190,6 +190,38 @@ def gather_in_turn(accelerator: Accelerator, results: Sequence[Result], count: i
     return [parts[i % processes][i // processes] for i in range(count)]
 
 
+def once_per_folder(accelerator: Accelerator, folder: Path, work: Callable[[], Result]) -> Result:
+    """What `work`, which writes into `folder`, returns in the first of those processes that see the
+    same one, in every one of them. All come here together; an error is raised as by `on_first`."""
+    if accelerator.num_processes == 1:
+        return work()
+    first = _first_there(accelerator, folder)
+    outcome: tuple[Any, Exception | None] = (None, None)
+    if first == accelerator.process_index:
+        try:
+            outcome = (work(), None)
+        except (DraftsmithError, OSError) as error:
+            outcome = (None, error)
+    accelerator.wait_for_everyone()
+    outcomes = gather_object([outcome])
+    for _, failure in outcomes:
+        if failure is not None:
+            raise failure
+    return outcomes[first][0]
+
+
+def _first_there(accelerator: Accelerator, folder: Path) -> int:
+    """The first of the processes that see this one's `folder`, which is made if need be."""
+    folder.mkdir(parents=True, exist_ok=True)
+    name = f".{uuid.uuid4().hex}.mark"
+    (folder / name).touch()
+    names = gather_object([name])
+    seen = [process for process, mark in enumerate(names) if (folder / mark).exists()]
+    accelerator.wait_for_everyone()
+    (folder / name).unlink()
+    return seen[0]
+
+
 def require_same(accelerator: Accelerator, value: str, message: str, where: str) -> None:
     """ConfigError in every process if they do not all have the same value."""
     if accelerator.num_processes > 1 and len(set(gather_object([value]))) > 1:

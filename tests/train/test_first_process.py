@@ -20,6 +20,7 @@ from draftsmith.train.processes import (
     RunAccelerator,
     is_shared,
     on_first,
+    once_per_folder,
     require_same,
     send_tensors,
     share_files,
@@ -90,6 +91,12 @@ def words_of_the_first(folder: Path) -> list[Any]:
     accelerator.wait_for_everyone()
     share_files(accelerator, own, "*.jsonl")
     results["files"] = {path.name: path.read_text() for path in own.iterdir()}
+    results["once"] = once_per_folder(accelerator, folder / "rows", lambda: process)
+    results["once_apart"] = once_per_folder(accelerator, own / "rows", lambda: process) - process
+    try:
+        once_per_folder(accelerator, folder, fail)
+    except DataError as error:
+        results["once_error"] = error.where
     results["shared"] = is_shared(accelerator, folder), is_shared(accelerator, own / "new")
     cached = recipe_of("eagle3", features={"mode": "cache", "dir": str(own / "features")})
     nothing: Any = None  # is looked at before
@@ -114,4 +121,7 @@ def test_on_first_every_process_has_its_word(tmp_path):
             "files": {"0.jsonl": "of 0", "1.jsonl": "of 1", "both.jsonl": "equal"},
             "shared": (True, False),
             "cache": "features.dir",
+            "once": 0,
+            "once_apart": 0,
+            "once_error": "data",
         }

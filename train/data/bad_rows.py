@@ -6,6 +6,7 @@ share of all rows."""
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,16 @@ class BadRows:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with disk_errors(self.path), self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(entry, ensure_ascii=False) + "\n")
+
+    def listed(self, start: int) -> list[tuple[str, str]]:
+        """Place and reason of the bad rows from number `start` on."""
+        return list(self.reasons.items())[start:]
+
+    def refuse_again(self, rows: Iterable[tuple[str, str]]) -> None:
+        """Refuses rows that were `listed` when the same examples were tokenised, as then."""
+        for origin, what in rows:
+            self.refuse(BadRow(origin, what))
+        self.check_share()
 
     @property
     def share(self) -> float:

@@ -148,6 +148,11 @@ class ConversationTokenizer:
         end = len(messages) - (messages[-1]["role"] == "assistant")
         return self._encode(self._render(example, messages, end, prompt=True))
 
+    def prompt_rows(self, example: Example) -> list[TokenRow]:
+        """`prompt_ids` as a row, of which nothing is supervised."""
+        ids = self.prompt_ids(example)
+        return [TokenRow(np.asarray(ids), np.zeros(len(ids)), example.workload)]
+
     def rows(self, example: Example) -> list[TokenRow]:
         """One row, or several where the template rewrites history; BadRow quotes the turn."""
         if example.prompt is not None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 import json
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -26,6 +26,7 @@ from draftsmith.train.data.bad_rows import BadRow, BadRows
 from draftsmith.train.data.loss_mask import ConversationTokenizer, TokenRow
 from draftsmith.train.data.sources import Example
 from draftsmith.train.data.template_date import asks_for_date, run_date
+from draftsmith.train.data.tokenising import tokenise_examples
 from draftsmith.train.recipe.data_sections import DataSection
 
 logger = logging.getLogger(__name__)
@@ -126,22 +127,26 @@ def prepare_rows(
     *,
     max_length: int,
     bad: BadRows,
+    num_proc: int | None = None,
+    scratch: Path | None = None,
     progress: Advance = unwatched,
 ) -> tuple[list[TokenRow], RowStatistics]:
     """Token rows of at most `max_length` tokens, in the order of `examples`, and counts of what was
-    lost.
+    lost. The last three: as in `tokenise_examples`.
 
     An example without a row goes to `bad`, which may raise. DataError if no row is left, or `bad`
     takes no more."""
     tokenised: list[TokenRow] = []
     dropped = 0
-    for done, example in enumerate(examples, 1):
-        try:
-            tokenised += tokenizer.rows(example)
-        except BadRow as error:
-            bad.refuse(error)
+    outcomes = tokenise_examples(
+        examples, tokenizer.rows, num_proc=num_proc, scratch=scratch, progress=progress
+    )
+    for outcome in outcomes:
+        if isinstance(outcome, BadRow):
+            bad.refuse(outcome)
             dropped += 1
-        progress(done)
+        else:
+            tokenised += outcome
     kept, statistics = fit_rows(tokenised, max_length)
     statistics.examples, statistics.dropped_bad = len(examples), dropped
     if not kept:
@@ -203,12 +208,17 @@ class PackedRow:
 
 
 def pack(rows: Sequence[TokenRow], max_length: int) -> list[PackedRow]:
+    """`packed` at once."""
+    return list(packed(rows, max_length))
+
+
+def packed(rows: Sequence[TokenRow], max_length: int) -> Iterator[PackedRow]:
     """Puts every document into exactly one packed row of at most `max_length` tokens.
 
     Best fit, longest first: deterministic, and the order says nothing about content, so shuffle
     afterwards."""
-    bins = best_fit(list(map(len, rows)), max_length)
-    return [PackedRow.of(*(rows[i] for i in members)) for members in bins]
+    for members in best_fit(list(map(len, rows)), max_length):
+        yield PackedRow.of(*(rows[i] for i in members))
 
 
 def best_fit(lengths: Sequence[int], max_length: int) -> list[list[int]]:
@@ -258,6 +268,7 @@ def collate(rows: Sequence[PackedRow], *, pad_token_id: int = 0) -> dict[str, to
     for name, fill in filling.items():
         dtype = torch.bool if name == "loss_mask" else torch.long
         batch[name] = torch.full((len(rows), size), fill, dtype=dtype)
+        values = batch[name].numpy()  # the same memory
         for i, row in enumerate(rows):
-            batch[name][i, : len(row)] = torch.from_numpy(getattr(row, name)).to(dtype)
+            values[i, : len(row)] = getattr(row, name)
     return batch

@@ -10,12 +10,13 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import datetime
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
@@ -30,19 +31,32 @@ from draftsmith.speculators.errors import DataError
 from draftsmith.speculators.hub import cached_folder
 from draftsmith.speculators.target.frozen_target import FrozenTarget
 from draftsmith.speculators.target.longrope import trained_length
+from draftsmith.train.data.bad_rows import BadRows
 from draftsmith.train.data.loss_mask import ConversationTokenizer
 from draftsmith.train.data.packing import (
     PackedRow,
+    RowStatistics,
     conversation_tokenizer,
     fit_rows,
-    pack,
+    packed,
     prepare_rows,
     template_date,
 )
-from draftsmith.train.data.prepare import askable, bad_rows, training_examples
+from draftsmith.train.data.prepare import bad_rows, prompts_of, training_examples
+from draftsmith.train.data.row_tables import (
+    ROW_FORMAT,
+    PackedRows,
+    Prompts,
+    facts_of,
+    remove_abandoned,
+    rows_address,
+    save_prompts,
+    save_rows,
+)
 from draftsmith.train.data.sources import Example, load_sources
+from draftsmith.train.data.tokenising import examples_address
 from draftsmith.train.features.states_spec import states_root
-from draftsmith.train.processes import share_files
+from draftsmith.train.processes import once_per_folder, require_same, share_files
 from draftsmith.train.recipe.recipe import Recipe
 from draftsmith.train.regeneration.conversations import TOO_LONG, TargetFacts
 from draftsmith.train.regeneration.regenerate import regenerate
@@ -74,8 +88,8 @@ def config_sha256(folder: Path) -> str:
 class TrainingData:
     """The input of a stage. `prompts`: of on-policy texts; `held_out`: texts by temperature."""
 
-    rows: list[PackedRow]
-    prompts: list[tuple[int, ...]]
+    rows: Sequence[PackedRow]
+    prompts: Sequence[tuple[int, ...]]
     held_out: dict[float, list[Response]]
     tokenizer: ConversationTokenizer
     hashes: TargetHashes
@@ -136,6 +150,7 @@ class DataStage:
         self.hashes = TargetHashes(weights, config_sha256(folder), str(template))
         given = recipe.regenerate.cache_dir
         self.responses_folder = Path(given or Path(recipe.output_dir) / "responses")
+        self.rows_folder = Path(recipe.output_dir) / "rows"
         facts = {"target_hash": self.hashes.combined, **self.tokenizer.template_facts()}
         self.record = None if self.folder is None else Record(self.folder, facts)
         self._load = load
@@ -174,35 +189,68 @@ class DataStage:
             dates[0] = template_date(self.recipe.data, tokenizer, folder, keep=True)
         return broadcast_object_list(dates)[0]
 
-    def training_rows(self) -> list[PackedRow]:
-        """Packed rows of the training sources, their responses rewritten if `regenerate` is on."""
-        data = self.recipe.data
+    def training_rows(self) -> PackedRows:
+        """Packed rows of the training sources, their responses rewritten if `regenerate` is on. The
+        first process that sees the run's folder writes them there, and all map them."""
+        write = self._write_rows
         if self.recipe.regenerate.enabled:
-            rows, statistics = fit_rows(rows_of(self.responses()), data.max_length)
-        else:
-            examples = self._examples
-            with self.stages.stage("tokenise", len(examples)) as advance:
-                rows, statistics = prepare_rows(
-                    examples,
-                    self.tokenizer,
-                    max_length=data.max_length,
-                    bad=self.bad,
-                    progress=advance,
-                )
+            write = partial(self._write_response_rows, self._training_responses())
+        path, statistics = once_per_folder(self.accelerator, self.rows_folder, write)
+        rows = PackedRows(path)
+        self.stages.say(f"      {statistics}; {len(rows)} packed rows")
+        return rows
+
+    def _write_rows(self) -> tuple[Path, RowStatistics]:
+        """The table of the examples as they are; what is there is not made again."""
+        data, examples = self.recipe.data, self._examples
+        settings = ("rows", ROW_FORMAT, data.max_length)
+        path = self._table(examples_address(examples, self.tokenizer, *settings))
+        facts = facts_of(path)
+        if facts is not None:
+            self.bad.refuse_again(facts["bad"])
             self._say(str(self.bad))
+            return path, RowStatistics(**facts["statistics"])
+        before = len(self.bad.reasons)
+        with self.stages.stage("tokenise", len(examples)) as advance:
+            rows, statistics = prepare_rows(
+                examples,
+                self.tokenizer,
+                max_length=data.max_length,
+                bad=self.bad,
+                num_proc=data.num_proc,
+                scratch=self.rows_folder,
+                progress=advance,
+            )
+        self._say(str(self.bad))
+        facts = {"statistics": asdict(statistics), "bad": self.bad.listed(before)}
+        save_rows(path, packed(rows, data.max_length), facts)
+        return path, statistics
+
+    def _write_response_rows(
+        self, responses: Callable[[], list[Response]]
+    ) -> tuple[Path, RowStatistics]:
+        """The table of the target's own responses."""
+        longest = self.recipe.data.max_length
+        rows, statistics = fit_rows(rows_of(responses()), longest)
         if not rows:
             raise DataError("no row with a supervised token is left", where="data.train")
-        packed = pack(rows, data.max_length)
-        self.stages.say(f"      {statistics}; {len(packed)} packed rows")
-        return packed
+        path = self._table(rows_address(rows, longest, ROW_FORMAT))
+        if facts_of(path) is None:
+            save_rows(path, packed(rows, longest), {})
+        return path, statistics
 
-    def prompts(self) -> list[tuple[int, ...]]:
+    def _table(self, address: str) -> Path:
+        remove_abandoned(self.rows_folder)
+        return self.rows_folder / f"{address}.arrow"
+
+    def prompts(self) -> Prompts:
         """The prompt that serving would send for the last response of every training example; those
         that leave no room for a response are left out. DataError if none is left."""
         assert self.llm is not None, "texts are written on policy by a target that is loaded"
         room = min(self.recipe.data.max_length, self.llm.engine.max_model_len) - 2
-        prompts = [tuple(self.tokenizer.prompt_ids(example)) for example in self._prompted]
-        if not (fitting := [prompt for prompt in prompts if len(prompt) <= room]):
+        prompts = self._prompts
+        fitting = prompts.at(np.flatnonzero(prompts.lengths <= room))
+        if not fitting:
             raise DataError(f"all prompts exceed {room} tokens", where="data.max_length")
         if left_out := len(prompts) - len(fitting):
             self._say(f"{left_out} of {len(prompts)} on-policy prompts are left out: {TOO_LONG}")
@@ -210,9 +258,12 @@ class DataStage:
 
     def responses(self) -> list[Response]:
         """The target's own responses to every training example that has a prompt."""
-        examples = self._prompted
+        return self._training_responses()()
+
+    def _training_responses(self) -> Callable[[], list[Response]]:
+        examples, prompts = self._examples, self._prompts
         self._say(str(self.bad))
-        return self._responses("regenerate", examples)
+        return self._responses("regenerate", [examples[i] for i in prompts.examples], prompts)
 
     @cached_property
     def _examples(self) -> list[Example]:
@@ -221,8 +272,43 @@ class DataStage:
         return prepared.examples
 
     @cached_property
-    def _prompted(self) -> list[Example]:
-        return askable(self._examples, self.tokenizer, self.bad)
+    def _prompts(self) -> Prompts:
+        """Of the training examples that have one."""
+        return self._prompts_of(self._examples, self.bad)
+
+    def _prompts_of(self, examples: Sequence[Example], bad: BadRows) -> Prompts:
+        """The prompts of those examples that have one: rendered and tokenised once for all
+        processes."""
+        address = examples_address(examples, self.tokenizer, "prompts", ROW_FORMAT)
+        require_same(
+            self.accelerator,
+            address,
+            "the processes read different examples, or have other versions of the packages that"
+            " tokenise; give all machines the same files and packages",
+            where="processes",
+        )
+        path = self._table(address)
+        once_per_folder(
+            self.accelerator, self.rows_folder, lambda: self._write_prompts(path, examples, bad)
+        )
+        return Prompts(path)
+
+    def _write_prompts(self, path: Path, examples: Sequence[Example], bad: BadRows) -> None:
+        facts = facts_of(path)
+        if facts is not None:
+            bad.refuse_again(facts["bad"])
+            return
+        before, num_proc = len(bad.reasons), self.recipe.data.num_proc
+        with self.stages.stage("tokenise prompts", len(examples)) as advance:
+            prompts = prompts_of(
+                examples,
+                self.tokenizer,
+                bad,
+                num_proc=num_proc,
+                scratch=self.rows_folder,
+                progress=advance,
+            )
+        save_prompts(path, prompts, {"bad": bad.listed(before)})
 
     def _say(self, text: str) -> None:
         if text:
@@ -237,19 +323,21 @@ class DataStage:
             return {}
         bad = bad_rows(self.recipe.data, self.folder, stage=self.stage, use="validation")
         examples = load_sources(self.recipe.data.validation, bad=bad)
-        examples = askable(examples, self.tokenizer, bad)
-        examples = workloads_in_turn(examples, self.recipe.held_out_prompts)
+        prompts = self._prompts_of(examples, bad)
+        examples = [examples[i] for i in prompts.examples]
+        turns = workloads_in_turn(examples, self.recipe.held_out_prompts)
         self._say(str(bad))
-        chosen = [(example, t) for t in e.temperatures for example in examples]
+        chosen = [(number, t) for t in e.temperatures for number in turns]
         responses = self._responses(
             "held-out responses",
-            [example for example, _ in chosen],
+            [examples[number] for number, _ in chosen],
+            prompts.at([number for number, _ in chosen]),
             [t for _, t in chosen],
             max_new_tokens=e.max_tokens,
             top_p=e.top_p,
             top_k=e.top_k,
             turns="last",
-        )
+        )()
         return {t: [r for r in responses if r.temperature == t] for t in e.temperatures}
 
     def _discard_states(self, params: dict[str, Any]) -> None:
@@ -261,10 +349,15 @@ class DataStage:
             Files(torch.float32).discard(params, root)
 
     def _responses(
-        self, name: str, examples: list[Example], temperatures=None, **changed: Any
-    ) -> list[Response]:
-        """Written by all processes, or asked for by the main one. `changed`: keys of the
-        section."""
+        self,
+        name: str,
+        examples: list[Example],
+        prompts: Prompts,
+        temperatures=None,
+        **changed: Any,
+    ) -> Callable[[], list[Response]]:
+        """Writes the responses by all processes, or asks for them by the main one; what is returned
+        reads them. `changed`: keys of the section."""
         section = self.recipe.regenerate.model_copy(update=changed)
         with self.stages.stage(name, len(examples)) as advance:
 
@@ -275,6 +368,7 @@ class DataStage:
                     examples,
                     self.tokenizer,
                     section,
+                    prompts=prompts,
                     target_hash=self.hashes.combined,
                     folder=self.responses_folder,
                     max_length=self.recipe.data.max_length,
@@ -296,19 +390,20 @@ class DataStage:
 
 def write_first(
     accelerator: Accelerator, folder: Path, write: Callable[[], list[Response]]
-) -> list[Response]:
-    """The first process writes responses into `folder`, and the others find them there."""
+) -> Callable[[], list[Response]]:
+    """The first process writes responses into `folder`, where the others find them. What is
+    returned gives them: it has them in the first process, and reads them in the others."""
     responses = write() if accelerator.is_main_process else None
     accelerator.wait_for_everyone()
     share_files(accelerator, folder, "*.jsonl")
-    return write() if responses is None else responses
+    return write if responses is None else lambda: responses
 
 
 def write_in_parts(
     accelerator: Accelerator, folder: Path, write: Callable[[tuple[int, int]], list[Response]]
-) -> list[Response]:
-    """Every process writes its part of the responses into `folder`; then each reads all of them, in
-    the order of their conversations. `write`: `regenerate` of a part."""
+) -> Callable[[], list[Response]]:
+    """Every process writes its part of the responses into `folder`. What is returned gives all of
+    them, in the order of their conversations. `write`: `regenerate` of a part."""
     if accelerator.num_processes > 1:
         share_files(accelerator, folder, "*.jsonl")  # of an earlier start
         write((accelerator.process_index, accelerator.num_processes))
@@ -327,12 +422,12 @@ def starts_sharded(recipe: Recipe, accelerator: Accelerator) -> bool:
     return sharded and not writes and not fitted
 
 
-def workloads_in_turn(examples: Sequence[Example], count: int) -> list[Example]:
-    """`count` examples in their order: the first of each workload, then the second of each."""
+def workloads_in_turn(examples: Sequence[Example], count: int) -> list[int]:
+    """The numbers of `count` examples in their order: the first of each workload, then the second
+    of each."""
     seen: Counter[str] = Counter()
     turns = []
     for index, example in enumerate(examples):
         turns.append((seen[example.workload], index))
         seen[example.workload] += 1
-    chosen = sorted(index for _, index in sorted(turns)[:count])
-    return [examples[index] for index in chosen]
+    return sorted(index for _, index in sorted(turns)[:count])

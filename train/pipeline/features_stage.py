@@ -12,7 +12,6 @@ from rich.filesize import decimal as size_text
 from torch import Tensor
 
 from draftsmith.inference.progress import Stages
-from draftsmith.inference.provenance import text_sha256
 from draftsmith.inference.vllm_bridge.hidden_states import HiddenStates
 from draftsmith.speculators.errors import ConfigError
 from draftsmith.speculators.hub import cached_folder
@@ -20,6 +19,7 @@ from draftsmith.speculators.target.frozen_target import FrozenTarget
 from draftsmith.speculators.target.target_head import TargetHead
 from draftsmith.train.data.loss_mask import TokenRow
 from draftsmith.train.data.packing import PackedRow, best_fit
+from draftsmith.train.data.tokenising import tokenizer_sha256
 from draftsmith.train.features.cache import (
     SHARD_BYTES,
     CacheKey,
@@ -37,7 +37,8 @@ from draftsmith.train.pipeline.data_stage import TrainingData
 from draftsmith.train.processes import is_shared
 from draftsmith.train.recipe.recipe import Recipe
 
-Wanted = list[tuple[FeatureCache, list[PackedRow]]]  # caches, and the rows whose texts they are for
+# caches, and the rows whose texts they are for
+Wanted = list[tuple[FeatureCache, Sequence[PackedRow]]]
 Absent = dict[bytes, int]  # texts that a cache lacks: name -> tokens
 Text = tuple[bytes, Tensor | None, Tensor]  # its name, taps [L, n·H], last hidden states [L, H]
 EXACT = "exact"  # the encoding of states that are replayed
@@ -119,12 +120,12 @@ def wanted_features(
     encoding = recipe.features.encoding
     training: Wanted = []
     if recipe.features.mode == "cache":
-        training.append((open_cache(recipe, target.head, data, encoding).scan(), list(data.rows)))
+        training.append((open_cache(recipe, target.head, data, encoding).scan(), data.rows))
     if target.stays:
         return training
     replayed = _replayed_rows(target, data, reads_start_text)
     if training and encoding == EXACT:
-        return [(training[0][0], training[0][1] + replayed)]
+        return [(training[0][0], [*training[0][1], *replayed])]
     return [*training, (open_cache(recipe, target.head, data, EXACT).scan(), replayed)]
 
 
@@ -151,12 +152,11 @@ def open_cache(
 ) -> FeatureCache:
     """The cache of the recipe's features, addressed by everything that they depend on."""
     section, tokenizer = recipe.features, data.tokenizer.tokenizer
-    words = getattr(tokenizer, "backend_tokenizer", None)
     key = CacheKey(
         target=recipe.target.model,
         weights=data.hashes.weights,
         config=data.hashes.config,
-        tokenizer=str(text_sha256(words.to_str() if words else str(tokenizer.get_vocab()))),
+        tokenizer=tokenizer_sha256(tokenizer),
         template=data.hashes.template,
         hidden_size=target.hidden_size,
         taps=target.tap_layers,

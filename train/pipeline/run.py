@@ -224,7 +224,7 @@ def _evaluation(
 def _on_policy(
     recipe: Recipe,
     target: RunTarget,
-    prompts: list[tuple[int, ...]],
+    prompts: Sequence[tuple[int, ...]],
     tokenizer: Any,
     folder: Path,
 ) -> OnPolicy | None:

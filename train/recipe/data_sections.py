@@ -184,6 +184,8 @@ class DataSection(Section):
     fault of the data or of its description here"""
     decontaminate: bool = True
     """leave out examples with a prompt of the evaluation"""
+    num_proc: PositiveInt | None = None
+    """processes that render and tokenise examples; null: one per core and 5,000 examples"""
 
 
 def check_temperatures(value: dict[float, float]) -> dict[float, float]:

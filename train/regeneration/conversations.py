@@ -118,10 +118,17 @@ class Conversation:
     """One example. `ask()` until it is None; every time `add_response` or `leave_out` follows."""
 
     def __init__(
-        self, number: int, example: Example, temperature: float, rules: ConversationRules
+        self,
+        number: int,
+        example: Example,
+        temperature: float,
+        rules: ConversationRules,
+        prompts: Sequence[tuple[int, ...]] | None = None,
     ) -> None:
+        """`prompts`: of the last responses of all conversations; None: they are made here."""
         self.number, self.example, self.temperature = number, example, temperature
         self.responses: list[Response] = []
+        self._prompts = prompts
         self._rules, self._messages = rules, list(example.messages)
         self._turns, self._next = _written_turns(example, rules.section.turns), 0
         self._pending: Ask | None = None
@@ -166,6 +173,9 @@ class Conversation:
         so_far = self.example
         if so_far.prompt is None:
             so_far = replace(so_far, messages=tuple(self._messages[:turn]))
+        # as the data has it: the last turn, and no other has been written anew
+        if self._prompts is not None and turn == self._turns[-1] and not self.responses:
+            return so_far, self._prompts[self.number]
         return so_far, tuple(self._rules.tokenizer.prompt_ids(so_far))
 
     def _fitting(self, so_far: Example, prompt: tuple[int, ...]) -> tuple[Example, tuple[int, ...]]:

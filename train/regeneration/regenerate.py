@@ -46,6 +46,7 @@ def regenerate(
     target_hash: str,
     folder: Path,
     max_length: int,
+    prompts: Sequence[tuple[int, ...]] | None = None,
     temperatures: Sequence[float] | None = None,
     progress: Advance = unwatched,
     say: Say = lambda text: None,
@@ -57,6 +58,7 @@ def regenerate(
     """The target's responses to `examples`, turn by turn and in order.
 
     llm            the target; servers are compared with it; None where it is not loaded
+    prompts        of the last response of each example, tokenised; None: they are made here
     temperatures   one per example, in place of the recipe's shares
     part           (i, n): only every n-th conversation from the i-th on, for several processes
     record         where the account is kept
@@ -72,7 +74,7 @@ def regenerate(
     account = Account()
     rules = ConversationRules(section, tokenizer, account, facts)
     conversations = [
-        Conversation(i, example, temperature, rules)
+        Conversation(i, example, temperature, rules, prompts)
         for i, (example, temperature) in enumerate(zip(examples, temperatures, strict=True))
         if i % part[1] == part[0]
     ]

@@ -246,7 +246,8 @@ def fingerprint(recipe: Recipe, target_hash: str, before: str, data_hash: str) -
         # how numbers are computed or shown, not what they are
         "training": {"activation_checkpointing", "save_minutes"},
         "target": {"sharding"},
-        "data": {"max_bad_row_share"},  # a limit; `data_hash` is of the rows that are left
+        # a limit, and who tokenises; `data_hash` is of the rows that are left
+        "data": {"max_bad_row_share", "num_proc"},
     }
     parts = [recipe.model_dump(mode="json", exclude=left_out), target_hash, before, data_hash]
     if recipe.on_policy is not None:

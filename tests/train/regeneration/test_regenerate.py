@@ -141,7 +141,7 @@ def parts_job(
         accelerator,
         folder / name,
         lambda part: write_with(llm, folder / name, part=part, **options),
-    )
+    )()
     accelerator.wait_for_everyone()
     files = sorted(path.name.split(".", 1)[1] for path in (folder / name).iterdir())
     *_, last = gather_object([(responses, files)])
