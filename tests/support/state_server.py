@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +24,15 @@ ONE_AT_A_TIME = threading.Lock()  # a target runs one forward
 class FakeServer:
     """Answers with the states of a target, all of whose taps are asked for.
 
-    `spoil(tensors, path)`: changes what is written; `status`: of all answers; `fields`: changes of
-    the answer."""
+    `spoil(tensors, path)`: changes what is written; `status`: of all answers; `page`: the text of
+    all, in place of JSON; `fields`: changes of the answer."""
 
     def __init__(self, target: FrozenTarget, folder: Path) -> None:
         self.target = target
         self.folder = folder
         self.status = 200
         self.limit = 512
+        self.page = ""
         self.spoil = lambda tensors, path: tensors
         self.fields = lambda answer: answer
         self.unread = lambda: None
@@ -38,6 +41,8 @@ class FakeServer:
     def __call__(self, request: httpx.Request) -> httpx.Response:
         if self.status != 200:
             return httpx.Response(self.status, json={"error": {"message": "no"}})
+        if self.page:
+            return httpx.Response(200, html=self.page)
         if request.url.path == "/v1/models":
             card = {"id": "target", "object": "model", "created": 0, "owned_by": "vllm"}
             card["max_model_len"] = self.limit
@@ -74,3 +79,36 @@ def connect(monkeypatch, by_url: Mapping[str, FakeServer]) -> None:
             super().__init__(base_url=base_url, http_client=http, **options)
 
     monkeypatch.setattr(state_servers, "OpenAI", Client)
+
+
+@contextmanager
+def listening(fake: FakeServer) -> Iterator[str]:
+    """The address of the server on loopback, for other processes."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            url = f"http://fake{self.path}"
+            headers = dict(self.headers)
+            answer = fake(httpx.Request(self.command, url, headers=headers, content=body))
+            with suppress(ConnectionError):  # who asked was killed
+                self.send_response(answer.status_code)
+                self.send_header("Content-Type", "application/json")
+                self.send_header("Content-Length", str(len(answer.content)))
+                self.end_headers()
+                self.wfile.write(answer.content)
+
+        do_POST = do_GET
+
+        def log_message(self, *_: object) -> None:
+            return
+
+    class Server(ThreadingHTTPServer):
+        daemon_threads = True
+
+    with Server(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever).start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()

@@ -42,6 +42,7 @@ from draftsmith.train.recipe.data_sections import EndpointSection
 from draftsmith.train.recipe.endpoints import (
     REFUSALS,
     EndpointError,
+    answers_of,
     api_key,
     base_url,
     card_of_target,
@@ -107,7 +108,9 @@ class StateServer:
 
         `name`: of the request. The greedy token of the server has to be the one that the head
         finds in its last state, within TOLERANCE: else its weights are another model's."""
-        card = card_of_target(self._client.models.list().data, self.spec.model, self.url)
+        with answers_of(self.url):
+            cards = list(self._client.models.list().data)
+        card = card_of_target(cards, self.spec.model, self.url)
         self.model = card.id
         require_length(card, self.spec.longest + 1, self.url)
         answer = self._complete(PROBE, name)
@@ -115,7 +118,8 @@ class StateServer:
             states = self._read(answer, PROBE)
         except WrongStates as error:
             raise EndpointError(f"{error}; {DO}", where=self.url) from None
-        token = answer.choices[0].token_ids[0]
+        with answers_of(self.url):
+            token = answer.choices[0].token_ids[0]
         residual = states[-1, -1].to(head.device, head.dtype)
         logits = head.logits(head.final_norm(residual)).float()
         missing = float(logits.max() - logits[token]) if token < len(logits) else float("inf")
@@ -138,14 +142,15 @@ class StateServer:
         self._client.close()
 
     def _complete(self, text: Sequence[int], name: str) -> Any:
-        return self._client.completions.create(
-            model=self.model,
-            prompt=list(text),
-            max_tokens=1,
-            temperature=0,
-            extra_body={"return_token_ids": True},
-            extra_headers={"X-Request-Id": name},
-        )
+        with answers_of(self.url):
+            return self._client.completions.create(
+                model=self.model,
+                prompt=list(text),
+                max_tokens=1,
+                temperature=0,
+                extra_body={"return_token_ids": True},
+                extra_headers={"X-Request-Id": name},
+            )
 
     def _read(self, answer: Any, text: Sequence[int]) -> Tensor:
         params = getattr(answer, "kv_transfer_params", None)
@@ -196,8 +201,8 @@ class Files:
         path = Path(str(params.get("hidden_states_path")))
         if path.parent.resolve() != folder.resolve():  # nothing else is ever read or deleted
             raise WrongStates(
-                f"writes its states to {path.parent}, expected {folder}: other layers, another"
-                " dtype or another folder"
+                f"writes its states to {path.parent}, expected {folder}: another model, other"
+                " layers, another dtype or another folder"
             )
         try:
             tensors = self._load(params)

@@ -4,7 +4,8 @@ target."""
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from draftsmith.speculators.errors import ConfigError, DraftsmithError
@@ -15,6 +16,20 @@ REFUSALS = (400, 413, 422)  # statuses that blame the request, not the server
 
 class EndpointError(DraftsmithError):
     """A server is unreachable, or does not serve the target."""
+
+
+@contextmanager
+def answers_of(url: str) -> Iterator[None]:
+    """EndpointError where an answer is read that is not of OpenAI's API, such as a web page: its
+    client and its models fail on one with errors of Python."""
+    try:
+        yield
+    except (AttributeError, IndexError, TypeError, ValueError) as error:
+        raise EndpointError(
+            f"answers otherwise than OpenAI's API does ({error}); give the address of a server of"
+            " it, such as http://host:8000/v1",
+            where=url,
+        ) from error
 
 
 def base_url(section: EndpointSection) -> str:

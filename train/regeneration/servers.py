@@ -20,6 +20,7 @@ from draftsmith.train.recipe.data_sections import EndpointSection
 from draftsmith.train.recipe.endpoints import (
     REFUSALS,
     EndpointError,
+    answers_of,
     api_key,
     base_url,
     card_of_target,
@@ -59,7 +60,8 @@ class Server:
 
     async def check(self) -> None:
         """EndpointError unless it serves the target, with its tokenizer and room for its texts."""
-        cards = (await self.client.models.list()).data
+        with answers_of(self.url):
+            cards = list((await self.client.models.list()).data)
         card = card_of_target(cards, self.facts.name, self.url)
         self.model = card.id
         self.engine = card.owned_by
@@ -115,7 +117,8 @@ class Server:
         params = getattr(answer, "kv_transfer_params", None)
         if params and self._discard is not None:
             await asyncio.to_thread(self._discard, params)
-        reasons = [choice.finish_reason for choice in answer.choices or ()]
+        with answers_of(self.url):
+            reasons = [choice.finish_reason for choice in answer.choices or ()]
         if reasons not in (["stop"], ["length"]):  # a server that stops says "abort"
             raise EndpointError(f"expected a whole response, got {reasons}", where=self.url)
         return answer.choices[0]

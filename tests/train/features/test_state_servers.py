@@ -197,8 +197,9 @@ def test_a_text_that_never_has_its_states_is_reported(servers, fakes):
             fake, "spoil", lambda t, p: t | {"hidden_states": -t["hidden_states"]}
         ),
         lambda fake: setattr(fake, "spoil", lambda t, p: None),
+        lambda fake: setattr(fake, "page", "<html>Welcome</html>"),
     ],
-    ids=["no_method", "folder", "length", "layers", "dtype", "model", "unseen"],
+    ids=["no_method", "folder", "length", "layers", "dtype", "model", "unseen", "web_page"],
 )
 def test_a_server_of_something_else_is_refused_at_the_start(servers, fakes, damage):
     damage(fakes[B])

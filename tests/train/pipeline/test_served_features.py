@@ -3,12 +3,14 @@ the same states from the disk."""
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from accelerate import Accelerator
+from safetensors.torch import load_file
 
 from draftsmith.inference.progress import Stages
 from draftsmith.speculators.target.frozen_target import FrozenTarget
@@ -19,7 +21,8 @@ from draftsmith.train.pipeline.run import train
 from draftsmith.train.recipe.recipe import Recipe
 from draftsmith.train.trainer.trainer import EXPECTED
 from tests.quickstart_data import source as quickstart
-from tests.support.state_server import FakeServer, connect
+from tests.support.forked import PythonProcess
+from tests.support.state_server import FakeServer, connect, listening
 from tests.support.targets import copy_tokenizer, save_target
 from tests.support.training import assert_equal, recipe_of
 
@@ -49,7 +52,7 @@ def recipe_in(folder: Path, target: Path, max_length: int = 128, **features: Any
         regenerate={"max_new_tokens": 4},
         features={"engine": "vllm", "endpoints": [A, B], "states_dir": str(folder)} | features,
         training={"steps": 100, "batch_size": 1, "eval_every": 50, "mixed_precision": "no"},
-        evaluation={"max_tokens": 4, "num_speculative_tokens": 2},
+        evaluation={"max_tokens": 4, "num_speculative_tokens": 2, "prompts": []},
     )
 
 
@@ -88,3 +91,56 @@ def test_servers_of_short_rows_have_room_for_the_text_of_a_start(target_folder, 
     recipe = recipe_in(tmp_path, target_folder, max_length=16)
     head = TargetHead.from_pretrained(str(target_folder), tap_layers=TAPS)
     assert StatesSpec.of_recipe(recipe, TAPS, head).longest >= head.start_text().shape[1]
+
+
+@pytest.mark.slow
+def test_a_training_killed_with_texts_in_flight_goes_on_to_the_same_weights(
+    target_folder, tmp_path
+):
+    """SIGKILL at the check of the server, while held-out texts are written and while training; the
+    same command goes on, and no file of states is left."""
+    target = FrozenTarget.from_pretrained(str(target_folder), tap_layers=[*TAPS, 4])
+    label = StatesSpec.of_recipe(recipe_in(tmp_path, target_folder), TAPS, target).label
+    fake = FakeServer(target, tmp_path / "states" / label)
+
+    def weights(name: str, kills: tuple[int, ...]) -> dict[str, torch.Tensor]:
+        """Of a run, after kills at these numbers of texts."""
+        path = tmp_path / f"{name}.yaml"
+        changed = recipe.model_copy(update={"output_dir": str(tmp_path / name)})
+        path.write_text(changed.resolved_yaml())
+        for texts in kills:
+            killed_at(fake, texts, path)
+        with PythonProcess("-m", "draftsmith.train.cli", "train", path) as process:
+            output, _ = process.communicate()
+        assert process.returncode == 0, output
+        assert not list(fake.folder.iterdir())
+        return load_file(tmp_path / name / "export" / "model.safetensors")
+
+    with listening(fake) as url:
+        features = {"endpoints": [url], "states_dir": str(tmp_path / "states")}
+        recipe = recipe_in(tmp_path, target_folder, **features)
+        few = {"steps": 40, "save_every": 4, "eval_every": 20, "keep_features_gb": 0}
+        training = recipe.training.model_copy(update=few)
+        recipe = recipe.model_copy(update={"training": training})
+        assert_equal(weights("killed", (1, 4, 30)), weights("whole", ()))
+
+
+def killed_at(fake: FakeServer, texts: int, recipe: Path) -> None:
+    """A training, killed once the server has so many texts, the last of which are unanswered."""
+    reached = threading.Event()
+    gone = threading.Event()
+
+    def hold() -> None:
+        if len(fake.asked) >= texts:
+            reached.set()
+            gone.wait()
+
+    fake.asked.clear()
+    fake.unread = hold
+    with PythonProcess("-m", "draftsmith.train.cli", "train", recipe) as process:
+        while not reached.wait(0.05):
+            assert process.poll() is None, process.stdout.read()
+        process.kill()
+    assert list(fake.folder.iterdir())
+    fake.unread = lambda: None
+    gone.set()
