@@ -199,7 +199,9 @@ class Files:
 
     def take(self, params: dict[str, Any], folder: Path) -> dict[str, Tensor]:
         path = Path(str(params.get("hidden_states_path")))
-        if path.parent.resolve() != folder.resolve():  # nothing else is ever read or deleted
+        if path.parent.resolve() != folder.resolve():  # nothing else is ever read
+            if path.parent.parent.resolve() == folder.parent.resolve():  # states of other layers
+                self.discard(params, folder.parent)
             raise WrongStates(
                 f"writes its states to {path.parent}, expected {folder}: another model, other"
                 " layers, another dtype or another folder"
@@ -207,15 +209,16 @@ class Files:
         try:
             tensors = self._load(params)
         except (OSError, SafetensorError) as error:
-            raise WrongStates(f"left a file that cannot be read, {path}: {error}") from None
+            raise WrongStates(
+                f"left a file that cannot be read, {path} ({_room(folder)}): {error}"
+            ) from None
         finally:
             _remove(path)
         if tensors is None:
-            free = size_text(shutil.disk_usage(folder).free) if folder.is_dir() else None
-            room = f"{free} are free there" if free else "that folder is not there"
             raise WrongStates(
-                f"says that its states lie in {path}, where this process finds none ({room}); it"
-                " needs a folder that both see, with room"
+                f"says that its states lie in {path}, where this process finds none"
+                f" ({_room(folder)}); it needs a folder that both see, with room for"
+                " features.unread_gb"
             )
         return tensors
 
@@ -278,6 +281,12 @@ class Mooncake:
 
     def remove_left_over(self, folder: Path, run: str) -> int:
         return 0
+
+
+def _room(folder: Path) -> str:
+    if not folder.is_dir():
+        return "that folder is not there"
+    return f"{size_text(shutil.disk_usage(folder).free)} are free there"
 
 
 def _remove(path: Path) -> None:

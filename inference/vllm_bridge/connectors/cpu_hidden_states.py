@@ -8,10 +8,12 @@ that need not have this project."""
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from typing import Any
 
 import cpu_repairs
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from vllm.distributed.kv_transfer.kv_connector.v1 import example_hidden_states_connector as own
 
@@ -26,18 +28,23 @@ class CpuHiddenStatesConnector(own.ExampleHiddenStatesConnector):
         self._written: set[str] = set()
 
     def _submit_async_write(self, pending: own.PendingSave) -> None:
-        """The states [tokens, layers, H] and the tokens of one request; the file appears whole."""
+        """The states [tokens, layers, H] and the tokens of one request; the file appears whole, or
+        not at all where the folder is full: the server goes on, as with vLLM's connector."""
         if not self._is_tp_rank_zero:
             return
         blocks = torch.tensor(pending.block_ids, dtype=torch.long)
         slots = (blocks[:, None] * self._block_size + torch.arange(self._block_size)).flatten()
         states = own.extract_from_kv_cache(self._kv_cache, slots, len(pending.token_ids))
-        os.makedirs(os.path.dirname(pending.filename), exist_ok=True)
+        tensors = {"hidden_states": states.contiguous(), "token_ids": pending.token_ids.clone()}
         partial = f"{pending.filename}.partial"
-        save_file(
-            {"hidden_states": states.contiguous(), "token_ids": pending.token_ids.clone()}, partial
-        )
-        os.replace(partial, pending.filename)
+        try:
+            os.makedirs(os.path.dirname(pending.filename), exist_ok=True)
+            save_file(tensors, partial)
+            os.replace(partial, pending.filename)
+        except (OSError, SafetensorError) as error:
+            own.logger.error("Hidden states are not written to %s: %s", pending.filename, error)
+            with suppress(OSError):
+                os.remove(partial)
         self._written.add(pending.req_id)
         if (lock := self._lock_fds.pop(pending.req_id, None)) is not None:
             os.close(lock)

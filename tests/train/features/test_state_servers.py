@@ -207,6 +207,13 @@ def test_a_server_of_something_else_is_refused_at_the_start(servers, fakes, dama
         servers(A, B)
 
 
+def test_a_server_of_other_layers_leaves_no_file(servers, fakes, tmp_path):
+    fakes[A].folder = tmp_path / "target-layers-0-1-2"
+    with raises_at(EndpointError, A):
+        servers(A)
+    assert not list(tmp_path.glob("*/*"))
+
+
 def test_a_path_elsewhere_is_neither_read_nor_deleted(servers, fakes, tmp_path):
     precious = tmp_path / "precious.safetensors"
     save_file({"token_ids": torch.tensor([1])}, precious)
