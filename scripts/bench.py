@@ -19,6 +19,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -183,6 +184,32 @@ def training(results: dict[str, Any]) -> Rows:
     return [list(COLUMNS), *rows]
 
 
+def sources(_: dict[str, Any]) -> Rows:
+    """The logs of trainings with features from every source -> a row per source: medians over
+    repeats of tokens per second and of the share of the time waited, after the first steps."""
+    rows = [["features", "tokens/s", "of in process", "waits"]]
+    logs: dict[str, list[list[dict[str, Any]]]] = {name: [] for name in SOURCES}
+    for path in sorted((ROOT / OUT / "sources").glob("*/checkpoints/step-*/history.jsonl")):
+        records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        logs[path.parents[2].name.rpartition("-")[0]].append(records[WARM:])
+    rates = {name: median(map(tokens_per_second, runs)) for name, runs in logs.items()}
+    for name, runs in logs.items():
+        waits = median(map(share_waited, runs))
+        share = rates[name] / rates["process"]
+        rows.append([SOURCES[name], number(rates[name], 0), number(share), f"{waits:.1%}"])
+    return rows
+
+
+def tokens_per_second(records: Sequence[dict[str, Any]]) -> float:
+    tokens = sum(record["tokens_per_second"] * record["step_seconds"] for record in records)
+    return tokens / sum(record["step_seconds"] for record in records)
+
+
+def share_waited(records: Sequence[dict[str, Any]]) -> float:
+    waited = sum(record["waits"] * record["step_seconds"] for record in records)
+    return waited / sum(record["step_seconds"] for record in records)
+
+
 @dataclass(frozen=True)
 class Bench:
     """A table: what it shows, the shell command that measures it, the JSON file that the command
@@ -226,6 +253,37 @@ for name in quickstart mt_bench humaneval; do
   for method in ngram suffix; do
     on $name/$method "${{!name}}" "--method $method"
   done
+done"""
+WARM = 15  # steps of a training that are not counted: an epoch of the rows that are kept
+SOURCES = {
+    "process": "computed in process",
+    "kept": "computed in process once, then kept in memory",
+    "disk": "on disk, `bf16`",
+    "server": "at a vLLM server",
+}
+TRAIN = """recipes/quickstart/eagle3.yaml target.dtype=float32 data.validation=[] gates={} \\
+    regenerate.enabled=false evaluation.prompts=[] training.steps=40 training.batch_size=1 \\
+    data.train.0.limit=240 data.train.1.limit=40"""
+SOURCES_COMMAND = f"""on() {{  # on SOURCE KEYS...: a training
+  name=$1-$repeat
+  shift
+  rm -rf {OUT}/sources/$name
+  draftsmith train {TRAIN} \\
+    training.keep_features_gb=0 output_dir={OUT}/sources/$name "$@"
+}}
+url="http://127.0.0.1:8001"
+served="features.engine=vllm features.states_dir=$PWD/{OUT}/sources/states"
+command=$(draftsmith serving-args {TRAIN} \\
+  $served features.endpoints=[$url] --cpu)
+VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=nobind PATH=$PWD/.venv-vllm/bin:$PATH \\
+  bash -c "$command --port 8001" &
+trap 'kill $(jobs -p)' EXIT
+until curl -sf $url/health; do sleep 1; done
+for repeat in 1 2 3; do
+  on process
+  on disk features.mode=cache features.dir={OUT}/sources/features
+  on server $served features.endpoints=[$url]
+  on kept training.keep_features_gb=2 data.train.0.limit=40 data.train.1.limit=8
 done"""
 BENCHES = {
     "quickstart": Bench(
@@ -279,6 +337,12 @@ BENCHES = {
         f'make check-gpu ARGS="--measured {OUT}/gpu.json"',
         f"{OUT}/gpu.json",
         gpu,
+    ),
+    "sources": Bench(
+        "The trainer by where its features come from, EAGLE-3 on the quickstart's target, float32",
+        SOURCES_COMMAND,
+        f"{OUT}/sources/kept-3/export/config.json",
+        sources,
     ),
     "load": Bench("Load: drafting off and on", LOAD, f"{OUT}/comparison.json", load),
     "training": Bench(

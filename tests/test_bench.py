@@ -44,6 +44,22 @@ def test_suites_are_a_row_per_report_of_prompts_and_method(tmp_path, monkeypatch
     assert all(len(row) == len(head) for row in rows)
 
 
+def test_sources_are_rows_of_medians_behind_the_first_steps(tmp_path, monkeypatch):
+    monkeypatch.setattr(bench, "ROOT", tmp_path)
+    for name in bench.SOURCES:
+        for repeat, seconds in enumerate((1.0, 2.0, 9.0)):
+            run = tmp_path / bench.OUT / "sources" / f"{name}-{repeat}"
+            folder = run / "checkpoints" / "step-00000060"
+            folder.mkdir(parents=True)
+            record = {"step_seconds": seconds, "tokens_per_second": 100 / seconds, "waits": 0.25}
+            first = record | {"tokens_per_second": 1e9, "waits": 1.0}
+            lines = [first] * bench.WARM + [record] * 2
+            (folder / "history.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    head, *rows = bench.sources({})
+    assert [row[1:] for row in rows] == [["50", "1.00", "25.0%"]] * len(bench.SOURCES)
+    assert len(head) == 4
+
+
 def test_load_of_a_comparison_is_a_row_per_mode():
     result = {"output_throughput": 40.0, "median_ttft_ms": 20.0, "median_tpot_ms": 3.0}
     level = {"max_concurrency": 4, "modes": {"off": result, "K=2": {**result, "gain": 1.5}}}
