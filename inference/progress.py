@@ -18,8 +18,8 @@ from typing import Any, Protocol
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-LINE_EVERY = 15.0  # seconds between lines where there is no terminal
-SILENCE = 20.0  # seconds without a line, after which the heartbeat says what works
+LINE_EVERY = 10.0  # seconds between lines where there is no terminal
+SILENCE = 15.0  # seconds without a line, after which the heartbeat says what works
 
 
 class Advance(Protocol):

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
 from typing import Any
 
@@ -151,15 +151,16 @@ class LLM:
         self,
         prompts: Any,
         sampling_params: Params = None,
-        use_tqdm: bool = True,
+        use_tqdm: bool | Callable[..., Any] = True,
         *,
         speculate: bool = True,
     ) -> list[RequestOutput]:
         """Responses to prompts, in their order.
 
         A prompt is a string, {"prompt": str}, a list of token ids or {"prompt_token_ids": [int]};
-        one or a list of them. `sampling_params`: one for all or one per prompt. `speculate=False`:
-        drafting is off. ConfigError, before any is run, names every prompt that cannot be."""
+        one or a list of them. `sampling_params`: one for all or one per prompt. `use_tqdm`: a bar
+        of responses; a callable makes one from tqdm's arguments. `speculate=False`: drafting is
+        off. ConfigError, before any is run, names every prompt that cannot be."""
         return self._run(
             read_prompts(prompts, self._tokenizer), sampling_params, use_tqdm, speculate
         )
@@ -168,7 +169,7 @@ class LLM:
         self,
         messages: Sequence[Any],
         sampling_params: Params = None,
-        use_tqdm: bool = True,
+        use_tqdm: bool | Callable[..., Any] = True,
         *,
         speculate: bool = True,
         add_generation_prompt: bool = True,
@@ -188,7 +189,11 @@ class LLM:
         return self._run(prompts, sampling_params, use_tqdm, speculate)
 
     def _run(
-        self, prompts: list[Prompt], sampling_params: Params, use_tqdm: bool, speculate: bool
+        self,
+        prompts: list[Prompt],
+        sampling_params: Params,
+        use_tqdm: bool | Callable[..., Any],
+        speculate: bool,
     ) -> list[RequestOutput]:
         checked = self.check(prompts, _params_per_prompt(sampling_params, len(prompts)))
         first = self._num_prompts
@@ -202,11 +207,12 @@ class LLM:
             raise
         return [response.output() for response in responses]
 
-    def _finish(self, responses: Sequence[Response], use_tqdm: bool) -> None:
+    def _finish(self, responses: Sequence[Response], use_tqdm: bool | Callable[..., Any]) -> None:
         """Runs the engine until these responses are whole."""
         unfinished = {id(request) for response in responses for request in response.requests}
         total = len(unfinished)
-        with tqdm(total=total, desc="generate", unit="response", disable=not use_tqdm) as bar:
+        make_bar = use_tqdm if callable(use_tqdm) else tqdm
+        with make_bar(total=total, desc="generate", unit="response", disable=not use_tqdm) as bar:
             while unfinished:
                 for request in self.engine.step():
                     if id(request) in unfinished:

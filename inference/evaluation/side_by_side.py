@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Self
 
 from rich.console import Console
 from rich.table import Table
@@ -43,6 +43,26 @@ from draftsmith.speculators.target.frozen_target import FrozenTarget
 DEFAULT = "default"
 WARM_UP_TOKENS = 8
 COLUMNS = ("tok/s", "τ", "drafted", "/fwd", "speedup", "same")
+
+
+class ResponseBar:
+    """A bar of tqdm's kind that reports the responses of a pass to a stage, after the `done` of
+    the passes before."""
+
+    def __init__(self, progress: Advance, done: int, whole: int, note: str, **options: Any) -> None:
+        self.progress, self.done, self.whole, self.note = progress, done, whole, note
+
+    def __enter__(self) -> Self:
+        self.progress(self.done, self.note, self.whole)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        pass
+
+    def update(self) -> None:
+        """One more response has ended."""
+        self.done += 1
+        self.progress(self.done, self.note, self.whole)
 
 
 class SideBySide:
@@ -113,7 +133,7 @@ class SideBySide:
         seeded = [replace(params, seed=(params.seed or 0) + i) for i in range(len(prompts))]
         short = min(WARM_UP_TOKENS, params.max_tokens or WARM_UP_TOKENS)
         few = [replace(p, max_tokens=short) for p in seeded[: self.rows]]
-        whole = len(self.llms) * repeats
+        whole = len(self.llms) * repeats * len(prompts)  # responses
         ended = Counter[str]()
         for name, llm in self.llms.items():
             progress(0, f"{name}: warming up", whole)
@@ -123,8 +143,9 @@ class SideBySide:
             measured[name] = Measurement("prompts", params.temperature or 0.0, name, tokens)
 
         def one_pass(name: str) -> list[RequestOutput]:
-            progress(ended.total(), f"{name}, pass {ended[name] + 1} of {repeats}", whole)
-            outputs = self.llms[name].generate(inputs, seeded, use_tqdm=False)
+            note = f"{name}, pass {ended[name] + 1} of {repeats}"
+            bar = partial(ResponseBar, progress, ended.total() * len(prompts), whole, note)
+            outputs = self.llms[name].generate(inputs, seeded, use_tqdm=bar)
             measured[name].requests = measured[name].requests or outputs
             ended[name] += 1
             return outputs

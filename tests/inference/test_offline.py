@@ -118,6 +118,21 @@ def test_every_repeat_of_a_method_writes_the_same(folders):
     assert cell.num_rounds == cell.num_drafts and not cell.lossless
 
 
+def test_progress_of_a_pass_counts_its_responses(folders):
+    reported = list[tuple[float, str, float | None]]()
+
+    def progress(done: float, note: str = "", total: float | None = None) -> None:
+        reported.append((done, note, total))
+
+    ngram = {"method": "ngram", "num_speculative_tokens": 2}
+    prompts = [Prompt(None, [5, 6, 7] * 3), Prompt(None, [7, 6, 5] * 3)]
+    SideBySide(folders[0], {"ngram": ngram}).run(prompts, SamplingParams(max_tokens=4), 1, progress)
+    passes = [(done, note, total) for done, note, total in reported if "pass" in note]
+    assert [done for done, _, _ in passes] == [0, 1, 2, 2, 3, 4]
+    assert {total for _, _, total in passes} == {4}
+    assert {note for _, note, _ in passes} == {"default, pass 1 of 1", "ngram, pass 1 of 1"}
+
+
 def interrupting(monkeypatch, after: int) -> None:
     """Ctrl-C arrives in the call of `LLM.generate` that follows this many."""
     generate, calls = LLM.generate, iter(range(after + 1))

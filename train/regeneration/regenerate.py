@@ -83,7 +83,7 @@ def regenerate(
     store = ResponseStore(folder, name)
     writer = _writer(llm, make_llm, rules, say, discard)
     try:
-        _write_all(conversations, writer, store, account, _reporter(account, progress))
+        _write_all(conversations, writer, store, account, _reporter(account, writer, progress))
     except KeyboardInterrupt:
         say(f"      stopped: {account.written} responses written and kept; again, it goes on")
         raise
@@ -159,13 +159,14 @@ def _write_all(
         report()
 
 
-def _reporter(account: Account, progress: Advance) -> Callable[[], None]:
-    """Reports responses, and tokens per second of those that have ended."""
+def _reporter(account: Account, writer: Writer, progress: Advance) -> Callable[[], None]:
+    """Reports responses, and tokens per second, those under way included."""
     began = time.monotonic()
 
     def report() -> None:
-        speed = account.tokens / max(time.monotonic() - began, 1e-9)
-        note = f"{speed:,.0f} tokens/s" if account.tokens else ""
+        tokens = account.tokens + writer.tokens_under_way
+        speed = tokens / max(time.monotonic() - began, 1e-9)
+        note = f"{tokens:,} tokens, {speed:,.0f} tokens/s" if tokens else "reading prompts"
         progress(account.done, note, account.total)
 
     return report

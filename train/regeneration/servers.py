@@ -174,6 +174,10 @@ class ServerWriter:
         self._tasks: set[asyncio.Task[Written]] = set()
         self._checked = self._refused = False
 
+    @property
+    def tokens_under_way(self) -> int:
+        return 0  # a server tells of whole responses
+
     async def _check(self, probes: Sequence[Ask]) -> None:
         """Checks all servers, and their greedy tokens against the target's, or the first one's."""
         for server in list(self.servers):

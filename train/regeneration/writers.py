@@ -31,6 +31,10 @@ class Writer(Protocol):
 
     capacity: int  # responses under way that keep it busy
 
+    @property
+    def tokens_under_way(self) -> int:
+        """Tokens of the responses that have not ended, as far as they are known here."""
+
     def begin(self, ask: Ask) -> None: ...
 
     def collect(self) -> list[Written]:
@@ -51,6 +55,13 @@ class LocalWriter:
     @cached_property
     def llm(self) -> LLM:
         return self._make_llm()
+
+    @property
+    def tokens_under_way(self) -> int:
+        requests = [
+            request for _, response in self._under_way.values() for request in response.requests
+        ]
+        return sum(len(request.token_ids) - request.num_prompt_tokens for request in requests)
 
     def begin(self, ask: Ask) -> None:
         response = self.llm.submit(Prompt(None, list(ask.prompt_ids)), ask.params)

@@ -200,6 +200,19 @@ def test_writing_that_is_stopped_says_what_it_has_kept(write, tmp_path):
     assert kept == len(stored) >= 3
 
 
+def test_progress_of_writing_counts_the_tokens_of_responses_under_way(write, tmp_path, monkeypatch):
+    monkeypatch.setattr("draftsmith.train.regeneration.writers.REPORT_EVERY_S", 0.0)
+    notes = list[tuple[float, str]]()
+
+    def progress(done: float, note: str = "", total: float | None = None) -> None:
+        notes.append((done, note))
+
+    responses = write(tmp_path, EXAMPLES[:2], progress=progress)
+    assert any("tokens/s" in note for done, note in notes if done == 0)
+    tokens = sum(len(response.output_ids) for response in responses)
+    assert notes[-1][1].startswith(f"{tokens} tokens, ")
+
+
 def test_temperatures_have_their_shares_everywhere(write, tmp_path):
     chosen = spread(SECTION.temperatures, 40)
     assert Counter(chosen) == {0.0: 10, 1.0: 30}
