@@ -50,7 +50,8 @@ def prepare(
     from draftsmith.train.data.prepare import bad_rows, run_tokenizer
     from draftsmith.train.recipe.load import load_recipe
 
-    checked, console = load_recipe(recipe, overrides or ()), Console(highlight=False)
+    checked = load_recipe(recipe, overrides or ())
+    console = Console(highlight=False, soft_wrap=True)
     use = "validation" if validation else ""
     bad = bad_rows(checked.data, Path(checked.output_dir), use=use)
     most = bad.max_share
@@ -60,18 +61,9 @@ def prepare(
         prepared, lengths, what = _read(checked, tokenizer, bad, validation)
     if sample >= len(prepared.examples):
         raise ConfigError(f"there are {len(prepared.examples)}", where=f"--sample {sample}")
-    example = prepared.examples[sample]
-    console.print(Text(f"{example.origin}, {example.workload}", style="bold"))
-    show = print_prompt if checked.regenerate.enabled or validation else print_rows
-    show(console, example, tokenizer, full)
-    workloads = Counter(example.workload for example in prepared.examples)
-    console.print(", ".join(f"{name}: {count:,}" for name, count in workloads.items()), style="dim")
-    console.print(f"{len(prepared.examples):,} examples: {what}")
-    lengths.sort()
-    at = {name: lengths[int(q * (len(lengths) - 1))] for name, q in QUANTILES.items()}
-    console.print("tokens: " + ", ".join(f"{name} {count:,}" for name, count in at.items()))
-    for text in filter(None, (str(prepared), str(bad))):
-        console.print(Text(text.translate(CONTROL)))
+    answered = checked.regenerate.enabled or validation
+    _print_example(console, prepared.examples[sample], tokenizer, full, answered)
+    _print_counts(console, prepared, lengths, what)
     if checked.regenerate.enabled and not validation:
         console.print(supervision(checked, prepared.examples, tokenizer))
     if bad.reasons and checked.data.on_bad_row == "error":
@@ -106,6 +98,31 @@ def _read(
         if recipe.regenerate.turns == "last":
             what += " (an earlier turn is answered, if there is one)"
     return prepared, lengths, what
+
+
+def _print_example(
+    console: Console,
+    example: Example,
+    tokenizer: ConversationTokenizer,
+    full: bool,
+    answered: bool,
+) -> None:
+    """One example: its prompt if the target answers it, else its rows."""
+    console.print(Text(f"{example.origin}, {example.workload}", style="bold"))
+    show = print_prompt if answered else print_rows
+    show(console, example, tokenizer, full)
+
+
+def _print_counts(console: Console, prepared: Prepared, lengths: Sequence[int], what: str) -> None:
+    """The examples by workload, quantiles of their lengths, and what was left out."""
+    workloads = Counter(example.workload for example in prepared.examples)
+    console.print(", ".join(f"{name}: {count:,}" for name, count in workloads.items()), style="dim")
+    console.print(f"{len(prepared.examples):,} examples: {what}")
+    ordered = sorted(lengths)
+    at = {name: ordered[int(q * (len(ordered) - 1))] for name, q in QUANTILES.items()}
+    console.print("tokens: " + ", ".join(f"{name} {count:,}" for name, count in at.items()))
+    for text in filter(None, (str(prepared), str(prepared.bad))):
+        console.print(Text(text.translate(CONTROL)))
 
 
 def supervision(

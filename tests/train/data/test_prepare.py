@@ -91,6 +91,15 @@ def test_prepare_of_responses_to_be_written_says_what_the_run_supervises(recipe_
     assert 0 < int(share[1]) < int(every[1]) < 100
 
 
+def test_prepare_in_a_log_keeps_a_long_line_whole(recipe_file, tmp_path):
+    path = tmp_path / "chats.jsonl"
+    path.write_text(json.dumps({"messages": [{"role": "user", "content": "word " * 400}]}) + "\n")
+    options = (f"data.train=[{{path: {path}}}]", "regenerate.enabled=true", "data.max_length=64")
+    lines = call("prepare", recipe_file, *options)[1].splitlines()
+    (counts,) = [line for line in lines if line.startswith("1 examples:")]
+    assert counts.endswith("(an earlier turn is answered, if there is one)")
+
+
 @pytest.mark.parametrize("regenerate", ["true", "false"])
 def test_prepare_shows_the_end_of_a_sample_and_then_its_counts(recipe_file, tmp_path, regenerate):
     """The whole on request."""
