@@ -103,6 +103,13 @@ class Stage:
         return StepRows(self.recipe.training, processes=self.count)
 
     @property
+    def keeps_features(self) -> bool:
+        """True if later epochs read the features of the first, from the disk or from memory."""
+        kept = self.recipe.training.keep_features_gb * 2**30
+        fits = 0 < self.feature_bytes * self.tokens <= kept
+        return fits or self.recipe.features.mode == "cache"
+
+    @property
     def steps(self) -> int | None:
         """Optimizer steps; None: the budget is minutes, or epochs of data that nobody counted."""
         t = self.recipe.training
@@ -131,7 +138,7 @@ class Stage:
             read = weights * supervised / recipe.regenerate.batch_size
             work = self.tokens * forward
             phases.append(Phase("responses of the target", work, target.dtype, read))
-        seen = min(tokens, self.tokens or tokens) if recipe.features.mode == "cache" else tokens
+        seen = min(tokens, self.tokens or tokens) if self.keeps_features else tokens
         trained, parameters = self.trainable, self.head.named_parameters()
         if not any("lm_head" in name and p.requires_grad for name, p in parameters):
             trained += self.drafter.hidden_size * self.drafter.draft_vocab_size
@@ -147,7 +154,8 @@ class Stage:
         return sum(phase.seconds(device, self.count) for phase in writing)
 
     def step_seconds(self, device: Device) -> float:
-        """Of one optimizer step."""
+        """Of one optimizer step: the mean, or where the number is not known one of the first
+        epoch."""
         *_, features, drafting = self.phases
         seconds = features.seconds(device, self.count) + drafting.seconds(device, self.count)
         return seconds / (self.steps or 1)
@@ -167,7 +175,14 @@ class Stage:
     def steps_within_minutes(self, device: Device) -> float:
         """Infinite without a budget of minutes."""
         minutes = self.recipe.training.max_minutes
-        return 60 * minutes / self.step_seconds(device) if minutes else math.inf
+        if not minutes:
+            return math.inf
+        seconds, first = 60 * minutes, self.step_seconds(device)
+        epoch = self.tokens / (self.step_rows.rows_per_step * self.recipe.data.max_length)
+        if self.steps is not None or not self.keeps_features or seconds <= epoch * first:
+            return seconds / first
+        later = self.phases[-1].seconds(device, self.count)
+        return epoch + (seconds - epoch * first) / later
 
     @property
     def held(self) -> Parts:

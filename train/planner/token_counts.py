@@ -4,7 +4,10 @@ Local data and the target's tokenizer are read; datasets of the Hub are not."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
 
 from draftsmith.speculators.errors import CheckpointError
 from draftsmith.train.data.bad_rows import BadRow, BadRows
@@ -76,13 +79,29 @@ def expected_tokens(
         rows = []
     if not recipe.regenerate.enabled or (rows and recipe.regenerate.turns == "all"):
         masks = [row.loss_mask[:longest] for row in rows]
-        return sum(map(len, masks)), sum(int(mask.sum()) for mask in masks)
+        if not recipe.regenerate.enabled:
+            return sum(map(len, masks)), sum(int(mask.sum()) for mask in masks)
+        return _written_anew([row.loss_mask for row in rows], longest, written)
     response = min(len(rows[-1]) - prompt if rows else written, written)
     turns = sum(message["role"] == "user" for message in example.messages)
     if prompt > longest - 2 and turns > 1:
         prompt = max(longest - response, 0)
     response = min(response, longest - prompt)
     return (prompt + response, response) if response > 0 else (0, 0)
+
+
+def _written_anew(masks: Sequence[Any], longest: int, written: int) -> tuple[int, int]:
+    """Tokens and supervised tokens of rows of which every response is cut after `written`."""
+    tokens = supervised = 0
+    for mask in masks:
+        lengths = [(answer, len(list(part))) for answer, part in groupby(mask.tolist())]
+        length = 0
+        for answer, count in lengths:
+            count = min(count, longest - length, written if answer else count)
+            length += count
+            supervised += count if answer else 0
+        tokens += length
+    return tokens, supervised
 
 
 def _assumed(recipe: Recipe, source: Source, examples: int | None, note: str) -> TokenCount:

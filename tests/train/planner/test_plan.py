@@ -276,6 +276,45 @@ def test_count_tokens_of_a_long_conversation_takes_an_earlier_turn(folder, tmp_p
     assert counted({**turn[0], "content": "why " * 900}).tokens == 0
 
 
+def test_count_tokens_of_all_turns_cuts_each_response_at_the_longest_that_is_written(
+    folder, tmp_path
+):
+    turn = [{"role": "user", "content": "why"}, {"role": "assistant", "content": "so " * 90}]
+    path = tmp_path / "chats.jsonl"
+    path.write_text(json.dumps({"messages": turn * 2}) + "\n")
+
+    def counted(longest: int) -> TokenCount:
+        recipe = tree(folder) | {"data": {"train": [{"path": str(path)}], "max_length": 512}}
+        section = {"turns": "all", "max_new_tokens": longest}
+        (count,) = count_tokens(make_recipe(recipe | {"regenerate": section}))
+        return count
+
+    short, long = counted(16), counted(32)
+    assert (short.supervised, long.supervised) == (2 * 16, 2 * 32)
+    assert long.tokens - short.tokens == 2 * 16
+
+
+@pytest.mark.slow
+def test_minutes_hold_more_steps_where_features_are_kept(folder):
+    """In the first epoch the target runs; the steps after it are the drafter's alone."""
+
+    def steps(minutes: float, **training) -> float:
+        bounds = {"steps": None, "max_minutes": minutes} | training
+        stage = make_plan(make_recipe(tree(folder, **bounds)), device).stages[0]
+        return stage.steps_within_minutes(device)
+
+    device = DEVICES["l4"]
+    stage = make_plan(make_recipe(tree(folder, steps=None, max_minutes=1)), device).stages[0]
+    epoch = stage.tokens / (stage.step_rows.rows_per_step * stage.recipe.data.max_length)
+    first = epoch * stage.step_seconds(device) / 60  # minutes
+    later = epoch * stage.phases[-1].seconds(device, 1) / 60
+    kept = {"keep_features_gb": 1.0}
+    assert steps(first / 2, **kept) == pytest.approx(epoch / 2)
+    assert steps(first + later, **kept) == pytest.approx(2 * epoch)
+    assert steps(2 * first) == pytest.approx(2 * epoch)
+    assert steps(2 * first, keep_features_gb=1e-9) == pytest.approx(2 * epoch)  # too little
+
+
 @pytest.mark.slow
 def test_stages_add_up(folder):
     recipe = tree(folder) | {"regenerate": {"enabled": False}}
