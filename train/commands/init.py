@@ -41,13 +41,18 @@ HOUR = 3600.0  # seconds of writing in this process; beyond it servers write the
 SERVER = "http://localhost:8000/v1"
 SHARE_STEP = 0.05  # to which a large share of bad rows is rounded up
 
-# What a core can do: the sizes of recipes/smollm2-135m-instruct.
+# What a core can do: about the sizes of recipes/smollm2-135m-instruct.
 CPU_LENGTH = 1024  # tokens of a row
-CPU_RESPONSE = 128  # tokens of a response, where the model does not think
-CPU_ROWS = 2  # of a step
+# Tokens of a response, where the model does not think: fewer the more conversations there are, so
+# that all of them are written in minutes.
+CPU_RESPONSE, CPU_LEAST_RESPONSE = 256, 128
+CPU_WRITTEN = 100_000
+CPU_STEP = 1024  # tokens of a step: on few conversations many small steps learn more
+CPU_KEPT_SHARE = 0.25  # of the memory, that features are kept in at most
 CPU_VOCABULARY = 8192  # tokens that are drafted
 # The key of a family's depths is the first that it has; the slots of a block are one more.
 CPU_DEPTHS = {"block_size": 5, "num_depths": 4, "n_predict": 4, "num_heads": 4, "unroll_steps": 4}
+CPU_START = {"eagle3": {"norm_before_residual": True, "init": "least_squares"}}  # of the family
 CPU_PROMPTS = 8  # of each workload, that are measured
 CPU_STEPS = 100  # that the budget holds, by an estimate that may be wrong by two
 CPU_MINUTES = 20  # of the budget at least
@@ -63,6 +68,7 @@ class Lengths:
     longest: int
     thinking: bool | None  # None: the chat template has no such mode
     on_cpu: bool
+    conversations: int
 
     @property
     def limit(self) -> int:
@@ -74,7 +80,10 @@ class Lengths:
         least = THINKING_TOKENS if self.thinking else ANSWER_TOKENS
         room = max(self.limit - self.prompt, self.limit // 8)
         length = min(_round_up(max(self.response, least), 64), room)
-        return min(length, CPU_RESPONSE) if self.on_cpu and not self.thinking else length
+        if self.thinking or not self.on_cpu:
+            return length
+        each = _round_up(CPU_WRITTEN / self.conversations, 64)
+        return min(length, max(min(each, CPU_RESPONSE), CPU_LEAST_RESPONSE))
 
     @property
     def max_length(self) -> int:
@@ -111,9 +120,7 @@ def init(
 ) -> None:
     """Write a commented recipe for a model and your conversations, without those that cannot be
     used."""
-    from draftsmith.speculators.registry import family_class
     from draftsmith.train.commands.new_recipe import NewRecipe
-    from draftsmith.train.data.packing import knows_thinking
     from draftsmith.train.planner.devices import find_device, this_machine
     from draftsmith.train.recipe.load import load_recipe
 
@@ -123,26 +130,39 @@ def init(
     device = this_machine() if gpu is None else find_device(gpu)
     console = Console(highlight=False, soft_wrap=True)
     new = NewRecipe(model, family)
-    new.put("data.train", [{"path": str(data)}])
-    new.put("data.on_bad_row", "drop")
-    if "from_target" in family_class(family).options.model_fields:
-        new.put("drafter.from_target", {"spread": LAYERS}, "its start")
-        rate_comment = "layers cut out of the target have much to learn"
-        new.put("training.learning_rate", 1e-3, rate_comment)
-    recipe = new.checked()
-    recipe.target.sketch()  # a model that is not there is refused before the data is read
-    read = _read(recipe, data, validation)
-    if knows_thinking(recipe.target.load_tokenizer()):
-        mode = {"enable_thinking": _choose(thinking, console)}
-        new.put("data.chat_template_kwargs", mode, "serve the model in the same mode")
+    read = _begin(new, data, validation)
+    _fill_thinking(new, thinking, console)
     lengths = _fill_data(new, read, validation, device)
-    new.put("evaluation.temperatures", [0.0, 1.0])
-    new.put("gates.lossless_mismatches", {"max": 0})
     stage = _fill_training(new, lengths, device)
     _fill_writing(new, lengths, stage, device)
     write_whole(out, new.yaml())
     load_recipe(out)
     _say(console, out, read, stage, device)
+
+
+def _begin(new: NewRecipe, data: Path, validation: Path | None) -> Conversations:
+    """Puts what no conversation changes, and reads them once the target is known to be there."""
+    from draftsmith.speculators.registry import family_class
+
+    new.put("data.train", [{"path": str(data)}])
+    new.put("data.on_bad_row", "drop")
+    if "from_target" in family_class(new.tree["family"]).options.model_fields:
+        new.put("drafter.from_target", {"spread": LAYERS}, "its start")
+        rate_comment = "layers cut out of the target have much to learn"
+        new.put("training.learning_rate", 1e-3, rate_comment)
+    recipe = new.checked()
+    recipe.target.sketch()  # a model that is not there is refused before the data is read
+    return _read(recipe, data, validation)
+
+
+def _fill_thinking(new: NewRecipe, thinking: bool | None, console: Console) -> None:
+    """Puts the thinking mode of a model that has one."""
+    from draftsmith.train.data.packing import knows_thinking
+
+    recipe = new.checked()
+    if knows_thinking(recipe.target.load_tokenizer()):
+        mode = {"enable_thinking": _choose(thinking, console)}
+        new.put("data.chat_template_kwargs", mode, "serve the model in the same mode")
 
 
 def _choose(thinking: bool | None, console: Console) -> bool:
@@ -196,6 +216,8 @@ def _fill_data(
         new.put("data.validation", [{"path": path, "split": f"train[:{rows}]"}])
     else:
         new.put("data.validation", [{"path": str(validation)}])
+    new.put("evaluation.temperatures", [0.0, 1.0])
+    new.put("gates.lossless_mismatches", {"max": 0})
     comment = f"{QUANTILE:.0%} of the prompts have up to {lengths.prompt:,} tokens"
     new.put("data.max_length", lengths.max_length, comment)
     new.above["name"] = f"Written by `draftsmith init` from {len(read.examples):,} conversations."
@@ -228,7 +250,8 @@ def _measure(
     config = recipe.target.sketch().config
     longest = getattr(config, "max_position_embeddings", None) or 2**20
     thinking = recipe.data.chat_template_kwargs.get("enable_thinking")
-    return Lengths(_quantile(prompts), _quantile(responses), longest, thinking, on_cpu)
+    count = len(read.examples)
+    return Lengths(_quantile(prompts), _quantile(responses), longest, thinking, on_cpu, count)
 
 
 def _held_out_rows(read: Conversations, tokenizer: ConversationTokenizer, lengths: Lengths) -> int:
@@ -270,12 +293,15 @@ def _fill_training(new: NewRecipe, lengths: Lengths, device: Device | None) -> S
         _fit_cpu(new)
     stage = make_plan(new.checked(), device).stages[0]
     if lengths.on_cpu and device is not None:
+        _keep_features(new, stage, device)
+        stage = make_plan(new.checked(), device).stages[0]
         minutes = max(_round_up(CPU_STEPS * stage.step_seconds(device) / 60, 5), CPU_MINUTES)
         del new.tree["training"]["epochs"]
-        steps = 60 * minutes / stage.step_seconds(device)
+        new.put("training.max_minutes", minutes)
+        stage = make_plan(new.checked(), device).stages[0]
+        steps = stage.steps_within_minutes(device)
         comment = f"about {steps:,.0f} steps here, by draftsmith plan"
         new.put("training.max_minutes", minutes, comment)
-        stage = make_plan(new.checked(), device).stages[0]
     config = stage.drafter
     if config.tap_layers:
         taps = list(config.tap_layers)
@@ -297,14 +323,29 @@ def _fit_cpu(new: NewRecipe) -> None:
     key = next(key for key in CPU_DEPTHS if key in options)
     if options[key].default > CPU_DEPTHS[key]:
         new.put(f"drafter.{key}", CPU_DEPTHS[key], "as many as a core trains in reasonable time")
+    for name, value in CPU_START.get(recipe.family, {}).items():
+        new.put(f"drafter.{name}", value, "a fitted start, for trainings of minutes")
     config = drafter_config(recipe, recipe.target.sketch(), planning=True)
     if CPU_VOCABULARY < config.draft_vocab_size < config.vocab_size:
         new.put("drafter.draft_vocab_size", CPU_VOCABULARY)
-    new.put("training.batch_size", CPU_ROWS, "rows of a step")
+    rows = max(CPU_STEP // recipe.data.max_length, 1)
+    new.put("training.batch_size", rows, "rows of a step")
+    comment = "each answer of a conversation: more to learn from a row than the last alone"
+    new.put("regenerate.turns", "all", comment)
     new.put("evaluation.prompts_per_workload", CPU_PROMPTS)
     new.above["name"] += (
         "\nWithout a GPU: rows, depths, draft vocabulary, lengths and minutes are those of a core."
     )
+
+
+def _keep_features(new: NewRecipe, stage: Stage, device: Device) -> None:
+    """Puts the memory for the target's hidden states of all rows, as far as there is enough."""
+    if not stage.tokens:
+        return
+    wanted = stage.feature_bytes * stage.tokens / 2**30
+    kept = min(math.ceil(10 * wanted) / 10, CPU_KEPT_SHARE * device.memory / 2**30)
+    comment = "hidden states in memory: the target runs in the first epoch only"
+    new.put("training.keep_features_gb", round(kept, 1), comment)
 
 
 def _response_comment(lengths: Lengths) -> str:

@@ -98,10 +98,14 @@ def test_init_on_a_cpu_takes_what_a_core_can_do(family, chats, tmp_path):
         in call(*options(TOKENIZER, chats, out, "--family", family, "--gpu", "cpu"))[1]
     )
     recipe = load_recipe(out)
-    assert recipe.training.batch_size == 2 and recipe.data.max_length <= 1024
-    assert recipe.regenerate.max_new_tokens <= 128 and not recipe.regenerate.endpoints
+    assert recipe.data.max_length <= 1024
+    assert recipe.training.batch_size == max(1024 // recipe.data.max_length, 1)
+    assert recipe.regenerate.turns == "all" and recipe.training.keep_features_gb
+    assert recipe.regenerate.max_new_tokens <= 256 and not recipe.regenerate.endpoints
+    if family == "eagle3":
+        assert recipe.drafter.init == "least_squares"
     stage = make_plan(recipe, this_cpu()).stages[0]
-    assert stage.depths <= 5
+    assert stage.keeps_features and stage.depths <= 5
     assert stage.drafter.draft_vocab_size in (8192, stage.target.vocab_size)
     assert stage.steps_within_minutes(this_cpu()) >= 50
     assert recipe.training.epochs is None and "Without a GPU" in out.read_text()
