@@ -55,7 +55,8 @@ class DrafterOptions(Section):
     @property
     def start(self) -> str:
         """A short name of the starting weights where `init_from` is null."""
-        return "scratch"
+        init = getattr(self, "init", None)  # an option of some families
+        return "scratch" if init is None else f"init: {init}"
 
     def shape(self, fields: dict[str, Any], target: Any = None) -> dict[str, Any]:
         """The values that these options set for `fields`, those of the family's DrafterConfig; None

@@ -324,7 +324,8 @@ def _fit_cpu(new: NewRecipe) -> None:
     if options[key].default > CPU_DEPTHS[key]:
         new.put(f"drafter.{key}", CPU_DEPTHS[key], "as many as a core trains in reasonable time")
     for name, value in CPU_START.get(recipe.family, {}).items():
-        new.put(f"drafter.{name}", value, "a fitted start, for trainings of minutes")
+        comment = "a fitted start, for trainings of minutes" if name == "init" else ""
+        new.put(f"drafter.{name}", value, comment)
     config = drafter_config(recipe, recipe.target.sketch(), planning=True)
     if CPU_VOCABULARY < config.draft_vocab_size < config.vocab_size:
         new.put("drafter.draft_vocab_size", CPU_VOCABULARY)

@@ -253,6 +253,12 @@ def test_short_budgets_are_known_before_data_is_counted(folder, monkeypatch):
     assert not short_budgets(make_recipe(tree(folder)), 1)
 
 
+def test_dry_run_names_the_start_that_the_recipe_has(recipe_file):
+    fitted = ("drafter.init=least_squares", "drafter.norm_before_residual=true")
+    assert "least_squares" in call("train", recipe_file, "--dry-run", *fitted)[1]
+    assert "least_squares" not in call("train", recipe_file, "--dry-run")[1]
+
+
 def test_dry_run_speaks_of_the_budget_that_the_recipe_has(recipe_file):
     options = ("training.steps=null", "training.max_minutes=7")
     output = call("train", recipe_file, "--dry-run", *options)[1]
