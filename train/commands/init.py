@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -52,7 +52,13 @@ CPU_KEPT_SHARE = 0.25  # of the memory, that features are kept in at most
 CPU_VOCABULARY = 8192  # tokens that are drafted
 # The key of a family's depths is the first that it has; the slots of a block are one more.
 CPU_DEPTHS = {"block_size": 5, "num_depths": 4, "n_predict": 4, "num_heads": 4, "unroll_steps": 4}
-CPU_START = {"eagle3": {"norm_before_residual": True, "init": "least_squares"}}  # of the family
+# Of a family: option -> value and comment.
+CPU_START: dict[str, dict[str, tuple[Any, str]]] = {
+    "eagle3": {
+        "init": ("least_squares", "a fitted start, for trainings of minutes"),
+        "norm_before_residual": (True, "it needs this; SGLang serves no such head, vLLM does"),
+    }
+}
 CPU_PROMPTS = 8  # of each workload, that are measured
 CPU_STEPS = 100  # that the budget holds, by an estimate that may be wrong by two
 CPU_MINUTES = 20  # of the budget at least
@@ -323,8 +329,7 @@ def _fit_cpu(new: NewRecipe) -> None:
     key = next(key for key in CPU_DEPTHS if key in options)
     if options[key].default > CPU_DEPTHS[key]:
         new.put(f"drafter.{key}", CPU_DEPTHS[key], "as many as a core trains in reasonable time")
-    for name, value in CPU_START.get(recipe.family, {}).items():
-        comment = "a fitted start, for trainings of minutes" if name == "init" else ""
+    for name, (value, comment) in CPU_START.get(recipe.family, {}).items():
         new.put(f"drafter.{name}", value, comment)
     config = drafter_config(recipe, recipe.target.sketch(), planning=True)
     if CPU_VOCABULARY < config.draft_vocab_size < config.vocab_size:
