@@ -18,6 +18,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import mul
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -188,26 +189,36 @@ def sources(_: dict[str, Any]) -> Rows:
     """The logs of trainings with features from every source -> a row per source: medians over
     repeats of tokens per second and of the share of the time waited, after the first steps."""
     rows = [["features", "tokens/s", "of in process", "waits"]]
-    logs: dict[str, list[list[dict[str, Any]]]] = {name: [] for name in SOURCES}
-    for path in sorted((ROOT / OUT / "sources").glob("*/checkpoints/step-*/history.jsonl")):
-        records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-        logs[path.parents[2].name.rpartition("-")[0]].append(records[WARM:])
-    rates = {name: median(map(tokens_per_second, runs)) for name, runs in logs.items()}
-    for name, runs in logs.items():
-        waits = median(map(share_waited, runs))
-        share = rates[name] / rates["process"]
-        rows.append([SOURCES[name], number(rates[name], 0), number(share), f"{waits:.1%}"])
+    rates: dict[str, list[float]] = {name: [] for name in SOURCES}
+    waits: dict[str, list[float]] = {name: [] for name in SOURCES}
+    for path in sorted((ROOT / OUT / "sources").glob("*/**/events.out.tfevents.*")):
+        costs = costs_of(path)
+        if "waits" not in costs:  # the file of the recipe
+            continue
+        name = path.relative_to(ROOT / OUT / "sources").parts[0].rpartition("-")[0]
+        rates[name].append(mean_over_time(costs, "tokens_per_second"))
+        waits[name].append(mean_over_time(costs, "waits"))
+    in_process = median(rates["process"])
+    for name, title in SOURCES.items():
+        rate = median(rates[name])
+        waited = f"{median(waits[name]):.1%}"
+        rows.append([title, number(rate, 0), number(rate / in_process), waited])
     return rows
 
 
-def tokens_per_second(records: Sequence[dict[str, Any]]) -> float:
-    tokens = sum(record["tokens_per_second"] * record["step_seconds"] for record in records)
-    return tokens / sum(record["step_seconds"] for record in records)
+def costs_of(path: Path) -> dict[str, list[float]]:
+    """What the trainer has logged to a file of TensorBoard, by name, behind the first steps."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(path), size_guidance={"scalars": 0}).Reload()
+    names = events.Tags()["scalars"]
+    return {name: [event.value for event in events.Scalars(name)][WARM:] for name in names}
 
 
-def share_waited(records: Sequence[dict[str, Any]]) -> float:
-    waited = sum(record["waits"] * record["step_seconds"] for record in records)
-    return waited / sum(record["step_seconds"] for record in records)
+def mean_over_time(costs: dict[str, list[float]], name: str) -> float:
+    """The mean of a figure of steps, each of which counts by its seconds."""
+    seconds = costs["step_seconds"]
+    return sum(map(mul, costs[name], seconds)) / sum(seconds)
 
 
 @dataclass(frozen=True)
@@ -263,7 +274,7 @@ SOURCES = {
 }
 TRAIN = """recipes/quickstart/eagle3.yaml target.dtype=float32 data.validation=[] gates={} \\
     regenerate.enabled=false evaluation.prompts=[] training.steps=40 training.batch_size=1 \\
-    data.train.0.limit=240 data.train.1.limit=40"""
+    data.train.0.limit=240 data.train.1.limit=40 trackers=[tensorboard]"""
 SOURCES_COMMAND = f"""on() {{  # on SOURCE KEYS...: a training
   name=$1-$repeat
   shift

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from torch.utils.tensorboard import SummaryWriter
 
 from draftsmith.inference.evaluation.side_by_side import results
 from scripts import bench
@@ -49,12 +50,12 @@ def test_sources_are_rows_of_medians_behind_the_first_steps(tmp_path, monkeypatc
     for name in bench.SOURCES:
         for repeat, seconds in enumerate((1.0, 2.0, 9.0)):
             run = tmp_path / bench.OUT / "sources" / f"{name}-{repeat}"
-            folder = run / "checkpoints" / "step-00000060"
-            folder.mkdir(parents=True)
-            record = {"step_seconds": seconds, "tokens_per_second": 100 / seconds, "waits": 0.25}
-            first = record | {"tokens_per_second": 1e9, "waits": 1.0}
-            lines = [first] * bench.WARM + [record] * 2
-            (folder / "history.jsonl").write_text("\n".join(map(json.dumps, lines)))
+            with SummaryWriter(run / "quickstart") as writer:
+                for step in range(bench.WARM + 2):
+                    warm = step >= bench.WARM
+                    writer.add_scalar("step_seconds", seconds, step)
+                    writer.add_scalar("tokens_per_second", 100 / seconds if warm else 1e9, step)
+                    writer.add_scalar("waits", 0.25 if warm else 1.0, step)
     head, *rows = bench.sources({})
     assert [row[1:] for row in rows] == [["50", "1.00", "25.0%"]] * len(bench.SOURCES)
     assert len(head) == 4
