@@ -92,7 +92,7 @@ def disk_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.filename is not None:
+        if error.filename is not None or error.errno is None:
             raise
         raise OSError(error.errno, error.strerror, str(path)) from error
     except SafetensorError as error:

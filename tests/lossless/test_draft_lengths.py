@@ -113,7 +113,9 @@ class Bigrams(FakeHead):
     reads_taps = reads_last_hidden = False
 
     def __init__(self, model) -> None:
-        self.config, self.draft_to_target = SimpleNamespace(tap_layers=()), None
+        torch.nn.Module.__init__(self)
+        self.config = SimpleNamespace(tap_layers=())
+        self.draft_to_target = None
         self.logits = 0.85 * after_prompt(model)
 
     def append(self, inputs):
