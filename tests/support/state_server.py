@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -50,7 +51,8 @@ class FakeServer:
         body = json.loads(request.content)
         self.asked.append(body["prompt"])
         states, token = states_of(self.target, body["prompt"])
-        path = self.folder / f"cmpl-{request.headers['X-Request-Id']}-0-ab.safetensors"
+        name = f"cmpl-{request.headers['X-Request-Id']}-0-{uuid.uuid4().hex[:8]}"
+        path = self.folder / f"{name}.safetensors"
         self.folder.mkdir(parents=True, exist_ok=True)
         tensors = {"hidden_states": states, "token_ids": torch.tensor(body["prompt"])}
         if (tensors := self.spoil(tensors, path)) is not None:
