@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import pytest
 from rich.console import Console
@@ -120,8 +121,19 @@ def test_stages_of_other_processes_print_nothing() -> None:
     assert not log.lines
 
 
+@pytest.fixture
+def interrupts() -> Iterator[None]:
+    """SIGINT interrupts, as at a terminal. A shell that starts a job in the background has it
+    ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_command_that_is_stopped_ends_in_order(number: int, code: int, capsys) -> None:
+def test_command_that_is_stopped_ends_in_order(
+    number: int, code: int, capsys, interrupts: None
+) -> None:
     before, kept = signal.getsignal(signal.SIGTERM), []
     with pytest.raises(SystemExit) as stop, supervised("try"):
         try:
