@@ -286,9 +286,8 @@ url="http://127.0.0.1:8001"
 served="features.engine=vllm features.states_dir=$PWD/{OUT}/sources/states"
 command=$(draftsmith serving-args {TRAIN} \\
   $served features.endpoints=[$url] --cpu)
-serve=".venv-vllm/bin/python -m vllm.entrypoints.openai.api_server --model"
 VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=nobind \\
-  bash -c "${{command/vllm serve/$serve}} --port 8001" &
+  bash -c "${{command/ python / .venv-vllm/bin/python }} --port 8001" &
 trap 'kill $(jobs -p)' EXIT
 until curl -sf $url/health; do sleep 1; done
 for repeat in 1 2 3; do

@@ -17,8 +17,9 @@ from draftsmith.inference.vllm_bridge.vllm_engine import VllmError
 from draftsmith.speculators.target.frozen_target import FrozenTarget
 from draftsmith.train.features.served import features_of_states
 from draftsmith.train.features.serving_args import serving_args
-from draftsmith.train.features.state_servers import Files, StateServers
+from draftsmith.train.features.state_servers import StateServers
 from draftsmith.train.features.states_spec import StatesSpec
+from draftsmith.train.features.transfers import discard
 from draftsmith.train.pipeline.run import train
 from draftsmith.train.recipe.data_sections import EndpointSection
 from draftsmith.train.recipe.endpoints import EndpointError
@@ -96,7 +97,8 @@ def served(vllm_server, tmp_path_factory):
         evaluation={"max_tokens": 24, "num_speculative_tokens": 2},
     )
     spec = StatesSpec.of_recipe(recipe, TAPS, recipe.target.sketch())
-    _, _, _, *arguments = serving_args(recipe, spec, root, on_cpu=True)
+    words = serving_args(recipe, spec, root, on_cpu=True)
+    arguments = words[words.index("--dtype") :]  # the fixture has the command and the model
     server = {
         "url": vllm_server(TARGET, *arguments, PYTHONPATH=str(CONNECTORS)),
         "max_concurrency": 4,
@@ -144,7 +146,7 @@ def test_a_server_that_gives_states_writes_each_text_at_its_own_temperature(serv
         for temperature in (0, 1e-3):
             fields = {"model": TARGET, "prompt": prompt, "max_tokens": 16, "seed": 1}
             answer = write(**fields, temperature=temperature)
-            Files(servers.spec.dtype).discard(answer.kv_transfer_params, root)
+            discard(answer.kv_transfer_params, root)
             texts.append(answer.choices[0].text)
         assert texts[0] == texts[1]
 

@@ -19,6 +19,9 @@ OVER_MOONCAKE = {
     "kv_connector": "MooncakeHiddenStatesConnector",
     "kv_connector_module_path": "hs_connectors.mooncake_hidden_states_connector",
 }
+COMMAND = ("vllm", "serve")
+# The CPU build's own command `vllm` does not start (docs/serve.md).
+COMMAND_OF_CPU = ("python", "-m", "vllm.entrypoints.openai.api_server", "--model")
 HOSTNAME = "@HOSTNAME@"  # of the server, which the shell that starts it knows
 LEAST_BATCHED_TOKENS = 2048  # of a step, so that short prompts are computed together
 # vLLM's own connector copies on CUDA streams; this project's stands in for it on a CPU.
@@ -45,7 +48,7 @@ def serving_args(
         },
     }
     transfer = _transfer(recipe.features.mooncake, str(root / spec.label), on_cpu)
-    words = ["vllm", "serve", target.model, "--dtype", spec.dtype_name]
+    words = [*(COMMAND_OF_CPU if on_cpu else COMMAND), target.model, "--dtype", spec.dtype_name]
     if target.revision is not None:
         words += ["--revision", target.revision]
     if target.trust_remote_code:

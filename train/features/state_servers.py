@@ -1,7 +1,7 @@
 """Hidden states of texts from running vLLM servers, by their method `extract_hidden_states`.
 
 A request is one text and asks for one token; its answer names the file that holds the text's
-states (`kv_transfer_params`). The file is read with `hs-connectors`, checked and deleted.
+states (`kv_transfer_params`). The file is read and deleted (transfers.py), and checked here.
 
 A text is asked for again if its states are missing, of another text or not finite. A server that
 fails is left alone for a while, then checked and asked again; the run stops once no server has
@@ -14,30 +14,22 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import os
-import shutil
-import socket
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import openai
 import torch
-from hs_connectors import FP8Transfer, HiddenStatesTransfer
-from hs_connectors.mooncake_store import MooncakeHiddenStatesStore, MooncakeStoreConfig
-from hs_connectors.transfer import wait_for_lock
 from openai import OpenAI
-from rich.filesize import decimal as size_text
-from safetensors import SafetensorError
 from torch import Tensor
 
-from draftsmith.speculators.errors import ConfigError
+from draftsmith.speculators.target.target_head import TargetHead
 from draftsmith.train.features.states_spec import StatesSpec
+from draftsmith.train.features.transfers import Files, Mooncake, Transfer, WrongStates
 from draftsmith.train.recipe.data_sections import EndpointSection
 from draftsmith.train.recipe.endpoints import (
     REFUSALS,
@@ -46,6 +38,7 @@ from draftsmith.train.recipe.endpoints import (
     api_key,
     base_url,
     card_of_target,
+    failure,
     require_length,
 )
 
@@ -65,21 +58,6 @@ def run_name(output_dir: str | Path, process: int) -> str:
     no other's that writes to the same folder."""
     folder = str(Path(output_dir).absolute()).encode()
     return f"ds-{hashlib.blake2b(folder, digest_size=6).hexdigest()}-{process}"
-
-
-class Head(Protocol):
-    """What turns states before the final norm into logits: a target's head."""
-
-    device: torch.device
-    dtype: torch.dtype
-
-    def final_norm(self, residual: Tensor) -> Tensor: ...
-
-    def logits(self, last_hidden: Tensor) -> Tensor: ...
-
-
-class WrongStates(Exception):
-    """What a server left is not what was asked for."""
 
 
 class StateServer:
@@ -103,7 +81,7 @@ class StateServer:
             base_url=self.url, api_key=api_key(section, WHERE), timeout=TIMEOUT_S, max_retries=0
         )
 
-    def check(self, head: Head, name: str) -> None:
+    def check(self, head: TargetHead, name: str) -> None:
         """EndpointError unless it gives the states of the spec, of the target that `head` is of.
 
         `name`: of the request. The greedy token of the server has to be the one that the head
@@ -178,123 +156,6 @@ class StateServer:
         return states
 
 
-class Transfer(Protocol):
-    """How states come from a server to this process."""
-
-    def take(self, params: dict[str, Any], folder: Path) -> dict[str, Tensor]:
-        """The tensors `token_ids` [T] and `hidden_states` [T, layers, H], which are then gone at
-        the other end. WrongStates: there are none."""
-        ...
-
-    def remove_left_over(self, folder: Path, run: str) -> int:
-        """Removes what was left for a run, and says how much."""
-        ...
-
-
-class Files:
-    """Safetensors files in a folder that the server and this process see."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self._reader: HiddenStatesTransfer = FP8Transfer(Path(), dequantize_dtype=dtype)
-
-    def take(self, params: dict[str, Any], folder: Path) -> dict[str, Tensor]:
-        path = Path(str(params.get("hidden_states_path")))
-        if path.parent.resolve() != folder.resolve():  # nothing else is ever read
-            if path.parent.parent.resolve() == folder.parent.resolve():  # states of other layers
-                self.discard(params, folder.parent)
-            raise WrongStates(
-                f"writes its states to {path.parent}, expected {folder}: another model, other"
-                " layers, another dtype or another folder"
-            )
-        try:
-            tensors = self._load(params)
-        except (OSError, SafetensorError) as error:
-            raise WrongStates(
-                f"left a file that cannot be read, {path} ({_room(folder)}): {error}"
-            ) from None
-        finally:
-            _remove(path)
-        if tensors is None:
-            raise WrongStates(
-                f"says that its states lie in {path}, where this process finds none"
-                f" ({_room(folder)}); it needs a folder that both see, with room for"
-                " features.unread_gb"
-            )
-        return tensors
-
-    def _load(self, params: dict[str, Any]) -> dict[str, Tensor] | None:
-        """Waits while the server writes. `hs-connectors` gives up after ten seconds, which the
-        states of a long text may take."""
-        until = time.monotonic() + TIMEOUT_S
-        while True:
-            try:
-                return self._reader.get_generated(params)
-            except TimeoutError:
-                if time.monotonic() > until:
-                    raise
-
-    def discard(self, params: dict[str, Any], root: Path) -> None:
-        """Removes the states of a request that were not asked for, once they are written: a server
-        that extracts states does it for every request. `root`: nothing elsewhere is removed."""
-        path = Path(str(params.get("hidden_states_path"))).absolute()
-        if root.resolve() not in path.resolve().parents:
-            return
-        with suppress(OSError):
-            wait_for_lock(f"{path}.lock", timeout=TIMEOUT_S)
-        _remove(path)
-
-    def remove_left_over(self, folder: Path, run: str) -> int:
-        left = list(folder.glob(f"cmpl-{run}-*")) if folder.is_dir() else []
-        for path in left:
-            with suppress(FileNotFoundError):
-                path.unlink()
-        return len(left)
-
-
-class Mooncake:
-    """A distributed store, for servers that share no folder with this process. What a server has
-    put for a run that was killed is evicted by the store itself, which cannot be listed."""
-
-    def __init__(self, master: str, unread_bytes: float) -> None:
-        """`master`: HOST:PORT. ConfigError: its package is not installed, or it does not answer."""
-        hostname = os.environ.get("MOONCAKE_LOCAL_HOSTNAME") or socket.gethostname()
-        config = MooncakeStoreConfig(
-            local_hostname=hostname,
-            master_server_address=master,
-            local_buffer_size=round(unread_bytes),
-        )
-        self._store = MooncakeHiddenStatesStore(config)
-        try:
-            self._store.setup()
-        except (ImportError, RuntimeError) as error:
-            raise ConfigError(str(error), where=f"features.mooncake {master}") from error
-        self._reading = threading.Lock()
-
-    def take(self, params: dict[str, Any], folder: Path) -> dict[str, Tensor]:
-        try:
-            with self._reading:
-                tensors = self._store.get_sample(params, timeout=TIMEOUT_S)
-                self._store.delete_sample(params["handle"])
-        except (KeyError, RuntimeError, TimeoutError) as error:
-            raise WrongStates(f"left no states in Mooncake: {error}") from None
-        return tensors
-
-    def remove_left_over(self, folder: Path, run: str) -> int:
-        return 0
-
-
-def _room(folder: Path) -> str:
-    if not folder.is_dir():
-        return "that folder is not there"
-    return f"{size_text(shutil.disk_usage(folder).free)} are free there"
-
-
-def _remove(path: Path) -> None:
-    for left in (path, Path(f"{path}.lock")):
-        with suppress(OSError):
-            left.unlink()
-
-
 class StateServers:
     """The servers of a recipe, in turn.
 
@@ -335,7 +196,7 @@ class StateServers:
         self._changed = threading.Condition()
         self._closed = False
         self._unread = 0
-        self._head: Head | None = None
+        self._head: TargetHead | None = None
         self._none_since: float | None = None  # when the last server that worked failed
         self._last_failure = ""
         self._threads = ThreadPoolExecutor(
@@ -347,7 +208,7 @@ class StateServers:
         """Requests under way at once, at most."""
         return sum(server.section.max_concurrency for server in self.servers)
 
-    def check(self, head: Head) -> None:
+    def check(self, head: TargetHead) -> None:
         """Removes what an earlier start of this run left, and checks every server.
 
         EndpointError: one gives other states than the spec's, or none answers. One that does not
@@ -473,7 +334,7 @@ class StateServers:
         """Leaves a server alone for a while."""
         with self._changed:
             now = time.monotonic()
-            self._last_failure = f"{server.url}: {type(error).__name__}: {str(error)[:300]}"
+            self._last_failure = failure(server.url, error)
             if server.retry_at > now:  # by a request that failed with it
                 return
             if not server.failures:

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from rich.markup import escape
@@ -343,10 +342,10 @@ class DataStage:
     def _discard_states(self, params: dict[str, Any]) -> None:
         """Removes the hidden states of a response: servers that give features leave them too."""
         if self.recipe.features.endpoints:
-            from draftsmith.train.features.state_servers import Files
+            from draftsmith.train.features.transfers import discard
 
             root = states_root(self.recipe.features.states_dir)
-            Files(torch.float32).discard(params, root)
+            discard(params, root)
 
     def _responses(
         self,

@@ -32,6 +32,11 @@ def answers_of(url: str) -> Iterator[None]:
         ) from error
 
 
+def failure(url: str, error: Exception) -> str:
+    """What became of a request, in a line."""
+    return f"{url}: {type(error).__name__}: {str(error)[:300]}"
+
+
 def base_url(section: EndpointSection) -> str:
     """The address below which OpenAI's routes lie."""
     return section.url.rstrip("/").removesuffix("/v1") + "/v1"

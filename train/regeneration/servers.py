@@ -24,6 +24,7 @@ from draftsmith.train.recipe.endpoints import (
     api_key,
     base_url,
     card_of_target,
+    failure,
     require_length,
 )
 from draftsmith.train.regeneration.conversations import Ask, ConversationRules
@@ -34,7 +35,6 @@ TIMEOUT_S, SLOWEST = 600.0, 5.0  # of a response: 600 s, or its tokens at 5 toke
 PROBES, PROBE_TOKENS = 8, 8  # prompts that are continued greedily, and by how many tokens
 MIN_AGREEMENT = 0.7  # of these tokens stand before the first that differs from the reference's
 PROBE_TEXT = "def f(x):\n    return x**2  # 3.14, naïve – \u4f60\u597d\n"
-
 
 Discard = Callable[[dict[str, Any]], None]  # an answer's kv_transfer_params
 
@@ -237,7 +237,7 @@ class ServerWriter:
         """Goes on without a server."""
         if server in self.servers:
             self.servers.remove(server)
-            self._last_failure = f"{server.url}: {type(error).__name__}: {str(error)[:300]}"
+            self._last_failure = failure(server.url, error)
             self.say(f"      warning: a server is left out from now on: {self._last_failure}")
 
     def _require_server(self) -> None:

@@ -15,14 +15,13 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
-import torch
 from transformers import AutoTokenizer
 
 from draftsmith.inference import LLM
 from draftsmith.speculators.errors import ConfigError, DataError
 from draftsmith.train.data.loss_mask import ConversationTokenizer
 from draftsmith.train.data.sources import Example
-from draftsmith.train.features.state_servers import Files
+from draftsmith.train.features.transfers import discard
 from draftsmith.train.recipe.data_sections import RegenerateSection
 from draftsmith.train.recipe.endpoints import EndpointError
 from draftsmith.train.regeneration import servers
@@ -298,10 +297,9 @@ def test_hidden_states_of_responses_are_removed_and_no_other_file(write, fakes, 
 
     other = tmp_path / "other.safetensors"
     other.write_bytes(b"x")
-    files = Files(torch.float32)
-    files.discard({"hidden_states_path": str(other)}, root)
+    discard({"hidden_states_path": str(other)}, root)
     fakes[A].leaves = leave
-    write(A, examples=EXAMPLES[:6], discard=lambda params: files.discard(params, root))
+    write(A, examples=EXAMPLES[:6], discard=lambda params: discard(params, root))
     for timer in writing:
         timer.join()
     assert next(numbers) > 5

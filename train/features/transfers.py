@@ -1,0 +1,145 @@
+"""How hidden states come from a server to this process: through files in a folder that both see,
+or through Mooncake. Both are read with `hs-connectors`, and are gone once they are read."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from hs_connectors import FP8Transfer, HiddenStatesTransfer
+from hs_connectors.mooncake_store import MooncakeHiddenStatesStore, MooncakeStoreConfig
+from hs_connectors.transfer import wait_for_lock
+from rich.filesize import decimal as size_text
+from safetensors import SafetensorError
+from torch import Tensor
+
+from draftsmith.speculators.errors import ConfigError
+
+TIMEOUT_S = 300.0  # that a server may take to write the states of a text
+
+
+class WrongStates(Exception):
+    """What a server left is not what was asked for."""
+
+
+class Transfer(Protocol):
+    """How states come from a server to this process."""
+
+    def take(self, params: dict[str, Any], folder: Path) -> dict[str, Tensor]:
+        """The tensors `token_ids` [T] and `hidden_states` [T, layers, H], which are then gone at
+        the other end. WrongStates: there are none."""
+        ...
+
+    def remove_left_over(self, folder: Path, run: str) -> None:
+        """Removes what was left for a run."""
+        ...
+
+
+class Files:
+    """Safetensors files in a folder that the server and this process see."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._reader: HiddenStatesTransfer = FP8Transfer(Path(), dequantize_dtype=dtype)
+
+    def take(self, params: dict[str, Any], folder: Path) -> dict[str, Tensor]:
+        path = Path(str(params.get("hidden_states_path")))
+        if path.parent.resolve() != folder.resolve():  # nothing else is ever read
+            if path.parent.parent.resolve() == folder.parent.resolve():  # states of other layers
+                discard(params, folder.parent)
+            raise WrongStates(
+                f"writes its states to {path.parent}, expected {folder}: another model, other"
+                " layers, another dtype or another folder"
+            )
+        try:
+            tensors = self._load(params)
+        except (OSError, SafetensorError) as error:
+            raise WrongStates(
+                f"left a file that cannot be read, {path} ({_room(folder)}): {error}"
+            ) from None
+        finally:
+            _remove(path)
+        if tensors is None:
+            raise WrongStates(
+                f"says that its states lie in {path}, where this process finds none"
+                f" ({_room(folder)}); it needs a folder that both see, with room for"
+                " features.unread_gb"
+            )
+        return tensors
+
+    def _load(self, params: dict[str, Any]) -> dict[str, Tensor] | None:
+        """Waits while the server writes. `hs-connectors` gives up after ten seconds, which the
+        states of a long text may take."""
+        until = time.monotonic() + TIMEOUT_S
+        while True:
+            try:
+                return self._reader.get_generated(params)
+            except TimeoutError:
+                if time.monotonic() > until:
+                    raise
+
+    def remove_left_over(self, folder: Path, run: str) -> None:
+        for path in folder.glob(f"cmpl-{run}-*"):
+            with suppress(FileNotFoundError):
+                path.unlink()
+
+
+class Mooncake:
+    """A distributed store, for servers that share no folder with this process. What a server has
+    put for a run that was killed is evicted by the store itself, which cannot be listed."""
+
+    def __init__(self, master: str, unread_bytes: float) -> None:
+        """`master`: HOST:PORT. ConfigError: its package is not installed, or it does not answer."""
+        hostname = os.environ.get("MOONCAKE_LOCAL_HOSTNAME") or socket.gethostname()
+        config = MooncakeStoreConfig(
+            local_hostname=hostname,
+            master_server_address=master,
+            local_buffer_size=round(unread_bytes),
+        )
+        self._store = MooncakeHiddenStatesStore(config)
+        try:
+            self._store.setup()
+        except (ImportError, RuntimeError) as error:
+            raise ConfigError(str(error), where=f"features.mooncake {master}") from error
+        self._reading = threading.Lock()
+
+    def take(self, params: dict[str, Any], folder: Path) -> dict[str, Tensor]:
+        try:
+            with self._reading:
+                tensors = self._store.get_sample(params, timeout=TIMEOUT_S)
+                self._store.delete_sample(params["handle"])
+        except (KeyError, RuntimeError, TimeoutError) as error:
+            raise WrongStates(f"left no states in Mooncake: {error}") from None
+        return tensors
+
+    def remove_left_over(self, folder: Path, run: str) -> None:
+        return None
+
+
+def discard(params: dict[str, Any], root: Path) -> None:
+    """Removes the file of a request whose states are not needed, once it is written: a server that
+    extracts states does it for every request. `root`: nothing elsewhere is removed."""
+    path = Path(str(params.get("hidden_states_path"))).absolute()
+    if root.resolve() not in path.resolve().parents:
+        return
+    with suppress(OSError):
+        wait_for_lock(f"{path}.lock", timeout=TIMEOUT_S)
+    _remove(path)
+
+
+def _room(folder: Path) -> str:
+    if not folder.is_dir():
+        return "that folder is not there"
+    return f"{size_text(shutil.disk_usage(folder).free)} are free there"
+
+
+def _remove(path: Path) -> None:
+    for left in (path, Path(f"{path}.lock")):
+        with suppress(OSError):
+            left.unlink()
