@@ -142,17 +142,21 @@ def on_first(accelerator: Accelerator, work: Callable[[], Result]) -> Result:
     DraftsmithError or an OSError of it is raised in all of them."""
     if accelerator.num_processes == 1:
         return work()
-    outcome: list[Any] = [None, None]  # result, error
-    if accelerator.is_main_process:
-        try:
-            outcome[0] = work()
-        except (DraftsmithError, OSError) as error:
-            outcome[1] = error
+    outcomes: list[Any] = [_outcome(work) if accelerator.is_main_process else None]
     accelerator.wait_for_everyone()
-    broadcast_object_list(outcome)
-    if outcome[1] is not None:
-        raise outcome[1]
-    return outcome[0]
+    broadcast_object_list(outcomes)
+    result, failure = outcomes[0]
+    if failure is not None:
+        raise failure
+    return result
+
+
+def _outcome(work: Callable[[], Result]) -> tuple[Result | None, Exception | None]:
+    """What `work` returns, and the error of the user that it raises."""
+    try:
+        return work(), None
+    except (DraftsmithError, OSError) as error:
+        return None, error
 
 
 def send_tensors(accelerator: Accelerator, read: Callable[[], Result]) -> Result:
@@ -198,10 +202,7 @@ def once_per_folder(accelerator: Accelerator, folder: Path, work: Callable[[], R
     first = _first_there(accelerator, folder)
     outcome: tuple[Any, Exception | None] = (None, None)
     if first == accelerator.process_index:
-        try:
-            outcome = (work(), None)
-        except (DraftsmithError, OSError) as error:
-            outcome = (None, error)
+        outcome = _outcome(work)
     accelerator.wait_for_everyone()
     outcomes = gather_object([outcome])
     for _, failure in outcomes:
