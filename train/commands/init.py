@@ -62,6 +62,7 @@ CPU_START: dict[str, dict[str, tuple[Any, str]]] = {
 CPU_PROMPTS = 8  # of each workload, that are measured
 CPU_STEPS = 100  # that the budget holds, by an estimate that may be wrong by two
 CPU_MINUTES = 20  # of the budget at least
+CPU_EPOCHS = 40  # of the budget at most: of few conversations, after which they are known by heart
 
 
 @dataclass
@@ -302,11 +303,10 @@ def _fill_training(new: NewRecipe, lengths: Lengths, device: Device | None) -> S
         _keep_features(new, stage, device)
         stage = make_plan(new.checked(), device).stages[0]
         minutes = max(_round_up(CPU_STEPS * stage.step_seconds(device) / 60, 5), CPU_MINUTES)
-        del new.tree["training"]["epochs"]
+        new.put("training.epochs", CPU_EPOCHS, "or max_minutes, whichever comes first")
         new.put("training.max_minutes", minutes)
         stage = make_plan(new.checked(), device).stages[0]
-        steps = stage.steps_within_minutes(device)
-        comment = f"about {steps:,.0f} steps here, by draftsmith plan"
+        comment = f"about {_steps(stage, device):,.0f} steps here, by draftsmith plan"
         new.put("training.max_minutes", minutes, comment)
     config = stage.drafter
     if config.tap_layers:
@@ -318,6 +318,11 @@ def _fill_training(new: NewRecipe, lengths: Lengths, device: Device | None) -> S
     if new.tree["drafter"]:
         new.comments["drafter"] = "its other keys: draftsmith schema drafter"
     return stage
+
+
+def _steps(stage: Stage, device: Device) -> float:
+    """Optimizer steps until the first end of the budget; infinite if nothing bounds them."""
+    return min(stage.steps or math.inf, stage.steps_within_minutes(device))
 
 
 def _fit_cpu(new: NewRecipe) -> None:
@@ -392,13 +397,11 @@ def _say(
     if left_out := str(read.bad):
         console.print(Text(f"  {left_out}", style="yellow"))
     if device is not None:
-        times = f"responses {duration(stage.writing_seconds(device))}"
-        if recipe.training.max_minutes:
-            steps = stage.steps_within_minutes(device)
-            times += f", training {recipe.training.max_minutes:g} min, about {steps:,.0f} steps"
-        elif stage.steps is not None:
-            training = duration(stage.steps * stage.step_seconds(device))
-            times += f", training {training}, {stage.steps:,} steps"
+        writing = stage.writing_seconds(device)
+        times = f"responses {duration(writing)}"
+        if math.isfinite(steps := _steps(stage, device)):
+            training = duration(stage.seconds(device) - writing)
+            times += f", training {training}, {steps:,.0f} steps"
         console.print(f"  on {device.name}, about: {times}")
         if device.kind == "cpu":
             console.print("  without a GPU: the sizes are what a core can do; --gpu plans for one")
