@@ -80,8 +80,13 @@ class Pulse:
         signs: dict[int, tuple[bytes, float]] = {}  # the newest of each process, and when it came
         try:
             self.store.add(key, 1)
-            while self.store.add(key, 0) < self.count:
-                self._look(signs)
+            while True:
+                # Looked at before the count: who came to the meeting may have gone on and ended.
+                lost = self._lost(signs)
+                if self.store.add(key, 0) >= self.count:
+                    return
+                if lost is not None:
+                    raise lost
                 time.sleep(pause)
                 pause = min(2 * pause, self.beat / 5)
         except torch.distributed.DistError as error:
@@ -90,8 +95,8 @@ class Pulse:
                 where="processes",
             ) from None
 
-    def _look(self, signs: dict[int, tuple[bytes, float]]) -> None:
-        """LostProcess if one has ended, or gave no sign for too long."""
+    def _lost(self, signs: dict[int, tuple[bytes, float]]) -> LostProcess | None:
+        """Of a process that has ended, or gave no sign for too long; None if there is none."""
         now = time.monotonic()
         for process in range(self.count):
             name = f"sign/{process}"
@@ -100,10 +105,11 @@ class Pulse:
             signs[process] = (sign, since if sign == before else now)
             silent = now - signs[process][1]
             if sign == GONE.encode():
-                raise LostProcess(f"process {process} has ended; {AGAIN}", where="processes")
+                return LostProcess(f"process {process} has ended; {AGAIN}", where="processes")
             if silent > self.silence:
                 reason = f"gave no sign of life for {silent:.0f} s"
-                raise LostProcess(f"process {process} {reason}; {AGAIN}", where="processes")
+                return LostProcess(f"process {process} {reason}; {AGAIN}", where="processes")
+        return None
 
     def _give_signs(self, store: Store) -> None:
         name = f"sign/{self.process}"

@@ -63,6 +63,22 @@ def test_meet_process_that_has_ended_is_lost_at_once(tmp_path):
     alone.stop()
 
 
+def test_meet_process_that_comes_last_and_ends_is_not_lost(tmp_path, monkeypatch):
+    """Between two looks of the process that waits for it."""
+    waiting, last = (pulse(tmp_path, process, silence=1e6) for process in (0, 1))
+    look = waiting._lost
+
+    def look_when_it_has_left(signs):
+        last.meet()
+        last.stop()
+        monkeypatch.setattr(waiting, "_lost", look)
+        return look(signs)
+
+    monkeypatch.setattr(waiting, "_lost", look_when_it_has_left)
+    waiting.meet()
+    waiting.stop()
+
+
 def words_of_the_first(folder: Path) -> list[Any]:
     """What each of two processes gets, whose folders are not the same."""
     accelerator = RunAccelerator(cpu=True)

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import ctypes
 import sys
+import time
 import types
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -108,14 +110,26 @@ def test_rows_from_servers_have_the_features_of_the_target(servers, fakes, targe
 
 
 def test_no_more_than_the_stated_bytes_lie_unread(servers, fakes, spec, tmp_path):
-    most = []
-    sizes = lambda: sum(path.stat().st_size for path in tmp_path.glob("*/*"))
-    fakes[A].unread = lambda: most.append(sizes())
-    limit = 3 * spec.bytes_of(8)
-    consumed = servers(A, unread_bytes=limit).of(TEXTS)
-    for _ in consumed:
-        assert len(fakes[A].asked) <= len(TEXTS) + 1
-    assert max(most) <= limit + 3 * 1024  # headers of files
+    """Whoever asks: several threads read rows ahead. Files of one size are counted."""
+    lying = []
+    text = TEXTS[4]
+    pool = servers(A, unread_bytes=2 * spec.bytes_of(len(text)))
+
+    def count() -> None:
+        time.sleep(0.02)  # others may write theirs
+        lying.append(len(list(tmp_path.glob("*/*.safetensors"))))
+
+    fakes[A].unread = count
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(lambda row: list(pool.of(row)), [[text] * 4] * 4))
+    assert max(lying) == 2
+
+
+def test_a_text_that_is_larger_than_the_stated_bytes_is_asked_for_alone(servers, fakes, tmp_path):
+    lying = []
+    fakes[A].unread = lambda: lying.append(len(list(tmp_path.glob("*/*.safetensors"))))
+    assert len(list(servers(A, unread_bytes=1).of(TEXTS))) == len(TEXTS)
+    assert set(lying) == {1}
 
 
 def test_a_server_that_fails_is_left_alone_and_asked_again(servers, fakes, target):
