@@ -41,7 +41,9 @@ from draftsmith.speculators.target.info import auto_class
 from draftsmith.speculators.target.probe import needs_eager
 from scripts.measuring import markdown
 
-YES, LAYERS, VOCABULARY = "yes", 4, 101
+YES = "yes"
+LAYERS = 4
+VOCABULARY = 101
 PROMPTS = [[5, 6, 7, 5, 6, 7, 5, 6], [40, 9, 77]]
 PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 # The sizes that configs have under these names; the first pattern that the whole name matches
@@ -171,7 +173,8 @@ class PartlyRight(Proposer):
     def propose(self, requests: Sequence[Any], limits: Sequence[int]) -> Proposal:
         tokens = torch.zeros(len(requests), 3, dtype=torch.long)
         for row, request in enumerate(requests):
-            done, prompt = len(request.token_ids), request.token_ids[: request.num_prompt_tokens]
+            done = len(request.token_ids)
+            prompt = request.token_ids[: request.num_prompt_tokens]
             text = next(text for text in self.texts if text[: len(prompt)] == prompt)
             coming = text[done : done + 3]
             tokens[row, : len(coming)] = torch.tensor(coming)

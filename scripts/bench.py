@@ -88,7 +88,8 @@ def suites(_: dict[str, Any]) -> Rows:
     for path in sorted((ROOT / OUT / "suites").glob("*/*/acceptance.json")):
         report = json.loads(path.read_text(encoding="utf-8"))
         cells = {cell["engine"]: cell for cell in report["results"] if cell["workload"] == "all"}
-        own, vllm = cells["draftsmith"], cells.get("vllm", {})
+        own = cells["draftsmith"]
+        vllm = cells.get("vllm", {})
         expected = (own.get("expected") or {}).get("acceptance_length")
         taus = (own["acceptance_length"], expected, vllm.get("acceptance_length"))
         speedups = [estimate(cell.get("speedup_vs_autoregressive")) for cell in (own, vllm)]

@@ -153,7 +153,8 @@ class Worker:
     """A side in a process of its own, which answers one command at a time."""
 
     def __init__(self, side: str, python: Path | str, folder: Path, threads: int) -> None:
-        self.side, self.log = side, folder / f"{side}.log"
+        self.side = side
+        self.log = folder / f"{side}.log"
         script = setup_vllm.ROOT / "tests" / "peers" / "worker.py"
         hidden = {
             "PYTHONPATH",
@@ -241,7 +242,8 @@ def measure(s: Setting, pythons: Sequence[Path | str], pairs: int) -> dict[str, 
                 workers.enter_context(Worker(*side, folder, s.threads))
                 for side in zip(SIDES, pythons)
             ]
-            first, gradients = [], []
+            first = []
+            gradients = []
             for worker in sides:
                 worker.ask("warm")
                 first.append(worker.step(s.device))
@@ -272,7 +274,8 @@ def speedup(seconds: Sequence[Sequence[float]]) -> float:
 
 def cells(name: str, result: dict[str, Any]) -> list[str]:
     """A setting's row of the table."""
-    peak, seconds = [size / 2**20 for size in result["peak"]], result["seconds"]
+    peak = [size / 2**20 for size in result["peak"]]
+    seconds = result["seconds"]
     shown = [
         f"{loss:.0e} {gradient:.0e}"
         for loss, gradient in (e["differences"] for e in result["equality"].values())
@@ -320,7 +323,8 @@ def main(
             f"{', '.join(unknown)}: expected {', '.join(SETTINGS)}", param_hint="--setting"
         )
     attention = attention or ("sdpa" if device == "cpu" else "simple_flex_attention")
-    console, results = Console(stderr=True), {}  # results by setting
+    console = Console(stderr=True)
+    results = {}  # by setting
     chosen: dict[str, Any] = {
         "device": device,
         "dtype": dtype,

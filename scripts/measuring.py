@@ -31,10 +31,12 @@ def with_peak_memory(
     (CPU: Linux). `pid`: the process whose memory it is, on a CPU."""
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
-        before, result = torch.cuda.memory_allocated(), work()
+        before = torch.cuda.memory_allocated()
+        result = work()
         return result, torch.cuda.max_memory_allocated() - before
     Path(f"/proc/{pid}/clear_refs").write_text("5")  # resets VmHWM
-    before, result = _resident("VmRSS", pid), work()
+    before = _resident("VmRSS", pid)
+    result = work()
     return result, _resident("VmHWM", pid) - before
 
 

@@ -78,7 +78,8 @@ class Environment:
         options."""
         text = f"{sys.version} {self.pins} {options} {ROOT}".encode()
         text += b"".join(file.read_bytes() for file in self.inputs)
-        stamp, key = self.folder / ".draftsmith", hashlib.sha256(text).hexdigest()
+        stamp = self.folder / ".draftsmith"
+        key = hashlib.sha256(text).hexdigest()
         if stamp.exists() and self.python.exists() and stamp.read_text() == key:
             return
         start = time.monotonic()

@@ -65,7 +65,8 @@ def export(
     else:
         _, step = reexport(source, out, dtype=dtype, format=format)
         console.print(f"{out}: the drafter of step {step}", highlight=False)
-    config, fields = read_drafter_config(out, target_layers), read_fields(out)
+    config = read_drafter_config(out, target_layers)
+    fields = read_fields(out)
     _print_commands(console, _commands(config, fields, str(out), model))
 
 

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from draftsmith.inference.evaluation.evaluate import EngineMaker
     from draftsmith.train.pipeline.acceptance_stage import Engines
 
-OURS, VLLM = "draftsmith", "vllm"
+OURS = "draftsmith"
+VLLM = "vllm"
 
 
 def evaluate(

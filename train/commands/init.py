@@ -35,7 +35,9 @@ SAMPLE = 500  # conversations that are tokenised
 QUANTILE = 0.95  # of their lengths
 THINKING_TOKENS = 4096  # least length of a response that begins with thoughts
 ANSWER_TOKENS = 256  # of one that does not
-HELD_OUT_SHARE, MOST_HELD_OUT = 0.05, 200  # conversations, where no validation file is given
+# Conversations that are held out where no validation file is given.
+HELD_OUT_SHARE = 0.05
+MOST_HELD_OUT = 200
 LAYERS = 4  # of the target, that a draft model starts as
 HOUR = 3600.0  # seconds of writing in this process; beyond it servers write the responses
 SERVER = "http://localhost:8000/v1"
@@ -45,7 +47,8 @@ SHARE_STEP = 0.05  # to which a large share of bad rows is rounded up
 CPU_LENGTH = 1024  # tokens of a row
 # Tokens of a response, where the model does not think: fewer the more conversations there are, so
 # that all of them are written in minutes.
-CPU_RESPONSE, CPU_LEAST_RESPONSE = 256, 128
+CPU_RESPONSE = 256
+CPU_LEAST_RESPONSE = 128
 CPU_WRITTEN = 100_000
 CPU_STEP = 1024  # tokens of a step: on few conversations many small steps learn more
 CPU_KEPT_SHARE = 0.25  # of the memory, that features are kept in at most
@@ -243,7 +246,8 @@ def _measure(
     """DataError if no conversation of the data makes a prompt."""
     from draftsmith.train.data.bad_rows import BadRow
 
-    prompts, responses = list[int](), list[int]()
+    prompts = list[int]()
+    responses = list[int]()
     for example in read.examples[:: max(len(read.examples) // SAMPLE, 1)]:
         try:
             prompts.append(len(tokenizer.prompt_ids(example)))
@@ -266,7 +270,8 @@ def _held_out_rows(read: Conversations, tokenizer: ConversationTokenizer, length
     those that leave room for a response. DataError if the first half has none."""
     from draftsmith.train.data.bad_rows import BadRow
 
-    examples, room = read.examples, lengths.max_length - lengths.max_new_tokens
+    examples = read.examples
+    room = lengths.max_length - lengths.max_new_tokens
     wanted = max(min(round(HELD_OUT_SHARE * len(examples)), MOST_HELD_OUT), 1)
     found = list[int]()
     for example, row in zip(examples[: len(examples) // 2], read.rows, strict=False):
@@ -369,7 +374,9 @@ def _fill_writing(new: NewRecipe, lengths: Lengths, stage: Stage, device: Device
     """Puts how responses are written: by servers, where this process would take long."""
     from draftsmith.train.planner.describe import duration
 
-    model, lines, key = new.tree["target"]["model"], [], "regenerate.temperatures"
+    model = new.tree["target"]["model"]
+    lines: list[str] = []
+    key = "regenerate.temperatures"
     seconds = 0.0 if device is None else stage.writing_seconds(device)
     if device is not None:
         took = duration(max(seconds, 1.0))

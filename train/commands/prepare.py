@@ -55,7 +55,9 @@ def prepare(
     use = "validation" if validation else ""
     bad = bad_rows(checked.data, Path(checked.output_dir), use=use)
     most = bad.max_share
-    bad.stop, bad.max_share = False, 1.0  # all are shown, where a run may stop at the first
+    # All are shown, where a run may stop at the first.
+    bad.stop = False
+    bad.max_share = 1.0
     tokenizer = run_tokenizer(checked, checked.target.load_tokenizer(), keep=True)
     with Stages(console=Console(stderr=True)).stage("read and tokenise"):
         prepared, lengths, what = _read(checked, tokenizer, bad, validation)
@@ -172,7 +174,8 @@ def print_rows(
         console.print(Text(f"no row: {error.what}".translate(CONTROL), style="dim"))
         return
     for row in rows if full else rows[-1:]:
-        ids, mask = row.input_ids, row.loss_mask
+        ids = row.input_ids
+        mask = row.loss_mask
         text = Text()
         parts = np.split(np.arange(len(ids)), np.flatnonzero(np.diff(mask)) + 1)
         if not full and len(parts) > STRETCHES:

@@ -54,8 +54,10 @@ def regenerate(
     from draftsmith.train.pipeline.run_target import load_target
     from draftsmith.train.recipe.load import load_recipe
 
-    own_part, checked = parse_part(part), load_recipe(recipe, overrides or ())
-    stages, accelerator = Stages(), Accelerator()
+    own_part = parse_part(part)
+    checked = load_recipe(recipe, overrides or ())
+    stages = Stages()
+    accelerator = Accelerator()
     checked = with_adapted_target(checked, accelerator)
     tokenizer = checked.target.load_tokenizer()
     target = None

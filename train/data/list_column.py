@@ -22,7 +22,8 @@ class ListColumn:
         number = int(np.searchsorted(self._ends, index, side="right"))
         before = int(self._ends[number - 1]) if number else 0
         offsets, values = self._chunks[number]
-        start, stop = offsets[index - before], offsets[index - before + 1]
+        start = offsets[index - before]
+        stop = offsets[index - before + 1]
         return values[start:stop]
 
     @property

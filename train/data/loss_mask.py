@@ -92,7 +92,8 @@ class Turn:
 def fewest_rows(turns: Sequence[Turn], workload: str) -> list[TokenRow]:
     """Turns of one conversation as rows: a turn that another begins with is supervised in its
     row."""
-    pending, rows = list(turns), []
+    pending = list(turns)
+    rows = []
     while pending:
         last = pending[-1]
         covered = [turn for turn in pending if last.ids[: len(turn.ids)] == turn.ids]
@@ -205,9 +206,11 @@ class ConversationTokenizer:
                 f"the chat template does not show its {missing}; {advice}use a template that does, "
                 "or turn regenerate on",
             )
-        head, ids = tokens.encode(head_text), tokens.encode(tail_text)
+        head = tokens.encode(head_text)
+        ids = tokens.encode(tail_text)
         common = _common(head, ids)
-        alone, joined = self._decode(head[common:]), self._decode(ids[common : common + 8])
+        alone = self._decode(head[common:])
+        joined = self._decode(ids[common : common + 8])
         if common < len(head) and tail_text.startswith(head_text):
             raise refusal(
                 f"it changes the tokens of the prompt before it, which alone ends in {alone!r} but"
@@ -269,7 +272,8 @@ class ConversationTokenizer:
 
     def _completion_row(self, example: Example) -> TokenRow:
         """Prompt and completion, without a template or an end: a file may be cut anywhere."""
-        prompt, text = self.prompt_ids(example), example.prompt or ""
+        prompt = self.prompt_ids(example)
+        text = example.prompt or ""
         joint = self.tokenizer(text + (example.completion or ""), verbose=False)["input_ids"]
         if (
             joint[: len(prompt)] != prompt
@@ -362,7 +366,9 @@ class ConversationTokenizer:
 
 def _common(a: Sequence[Any], b: Sequence[Any]) -> int:
     """Length of the longest common prefix, by halves: slices compare faster than items."""
-    same, below = 0, min(len(a), len(b)) + 1  # a[:same] == b[:same], and not so for `below`
+    # Always a[:same] == b[:same], and not so for `below`.
+    same = 0
+    below = min(len(a), len(b)) + 1
     while below - same > 1:
         middle = (same + below) // 2
         if a[same:middle] == b[same:middle]:

@@ -148,7 +148,8 @@ def prepare_rows(
         else:
             tokenised += outcome
     kept, statistics = fit_rows(tokenised, max_length)
-    statistics.examples, statistics.dropped_bad = len(examples), dropped
+    statistics.examples = len(examples)
+    statistics.dropped_bad = dropped
     if not kept:
         raise DataError(
             f"no row is left of {len(examples)} examples: {dropped} have no provable mask,"
@@ -160,11 +161,13 @@ def prepare_rows(
 
 def fit_rows(rows: Iterable[TokenRow], max_length: int) -> tuple[list[TokenRow], RowStatistics]:
     """Cuts rows at `max_length` tokens and drops those left without a supervised one."""
-    kept, statistics = [], RowStatistics()
+    kept = []
+    statistics = RowStatistics()
     for row in rows:
         statistics.examples += 1
         if len(row) > max_length:
-            ids, mask = row.input_ids[:max_length], row.loss_mask[:max_length]
+            ids = row.input_ids[:max_length]
+            mask = row.loss_mask[:max_length]
             row = TokenRow(ids, mask, row.workload, truncated=True)
         if not row.loss_mask.any():
             statistics.dropped_cut += 1
@@ -235,7 +238,8 @@ def best_fit(lengths: Sequence[int], max_length: int) -> list[list[int]]:
             if not room[left]:
                 del sizes[place]
         else:
-            left, chosen = max_length, len(bins)
+            left = max_length
+            chosen = len(bins)
             bins.append([])
         bins[chosen].append(index)
         if left > length:
@@ -249,7 +253,8 @@ class Shuffled:
     """The endless stream of 0 .. count - 1 in which each epoch is a permutation of its own."""
 
     def __init__(self, seed: Sequence[int], count: int) -> None:
-        self.seed, self.count = seed, count
+        self.seed = seed
+        self.count = count
         self._epoch: tuple[int, np.ndarray] | None = None
 
     def __getitem__(self, position: int) -> int:

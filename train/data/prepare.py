@@ -28,7 +28,8 @@ from draftsmith.train.data.tokenising import tokenise_examples
 from draftsmith.train.recipe.data_sections import DataSection
 from draftsmith.train.recipe.recipe import Recipe
 
-BAD_ROWS, LEFT_OUT = "bad_rows.jsonl", "left_out.jsonl"
+BAD_ROWS = "bad_rows.jsonl"
+LEFT_OUT = "left_out.jsonl"
 
 
 @dataclass

@@ -18,7 +18,8 @@ from draftsmith.train.data.bad_rows import BadRow
 from draftsmith.train.recipe.data_sections import Source
 
 Row = tuple[str, Any]  # its place, and the row or a BadRow
-TEXT, TABLE = (".jsonl", ".json", ".csv"), ".parquet"
+TEXT = (".jsonl", ".json", ".csv")
+TABLE = ".parquet"
 KINDS = ", ".join((*TEXT, TABLE))
 COMPRESSED = (".gz", ".bz2", ".zst")
 BOM = b"\xef\xbb\xbf"
@@ -75,7 +76,8 @@ def _file_rows(path: Path) -> Iterator[Row]:
         options: dict[str, Any] = {"data_files": str(path), "split": "train", "streaming": True}
         yield from _table_rows(str(path), lambda: datasets.load_dataset("parquet", **options))
         return
-    number, read = 0, {".jsonl": _lines, ".json": _list_or_lines, ".csv": _csv}[kind_of(path) or ""]
+    number = 0
+    read = {".jsonl": _lines, ".json": _list_or_lines, ".csv": _csv}[kind_of(path) or ""]
     try:
         with _opened(path) as file:
             for number, row in read(file, path):

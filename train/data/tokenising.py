@@ -198,10 +198,12 @@ def _convert_batch(
 def _outcomes(examples: Sequence[Example], table: Any) -> Iterator[list[TokenRow] | BadRow]:
     """The rows of `_convert_batch`, of all processes, by their examples."""
     places = table.column("example").to_numpy()
-    ids, masks = ListColumn(table.column("input_ids")), ListColumn(table.column("loss_mask"))
+    ids = ListColumn(table.column("input_ids"))
+    masks = ListColumn(table.column("loss_mask"))
     refusals = table.column("refusal")
     for number, group in groupby(range(len(places)), key=places.__getitem__):
-        example, members = examples[number], list(group)
+        example = examples[number]
+        members = list(group)
         refusal = refusals[members[0]].as_py()
         if refusal is not None:
             yield BadRow(example.origin, refusal)

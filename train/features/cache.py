@@ -88,7 +88,8 @@ class FeatureCache:
     """The features below `root` that have this key. `scan` finds the shards that can be read."""
 
     def __init__(self, root: Path, key: CacheKey) -> None:
-        self.key, self.folder = key, root / key.address
+        self.key = key
+        self.folder = root / key.address
         self.taps, self.last_hidden = make_encodings(
             key.encoding, key.hidden_size, as_dtype(key.dtype)
         )
@@ -154,8 +155,10 @@ class ShardWriter:
     """Collects texts of one process and writes a shard for every `shard_bytes`."""
 
     def __init__(self, cache: FeatureCache, shard_bytes: float) -> None:
-        self.cache, self.shard_bytes = cache, shard_bytes
-        self.bytes, self.tokens = 0, 0  # written
+        self.cache = cache
+        self.shard_bytes = shard_bytes
+        self.bytes = 0  # written
+        self.tokens = 0  # written
         self.error: dict[str, float] = {}  # largest mean relative squared error, by tensor
         self._texts: dict[str, dict[str, Tensor]] = {}  # by the hash of a text in hex
         self._waiting = 0
@@ -175,7 +178,8 @@ class ShardWriter:
 
     def add(self, text: bytes, taps: Tensor | None, last_hidden: Tensor) -> None:
         """One text: taps [L, n·H], last_hidden [L, H]. DataError: not finite."""
-        parts, cache = {}, self.cache
+        parts = {}
+        cache = self.cache
         if taps is not None:
             vectors = taps.unflatten(-1, (-1, cache.key.hidden_size))
             parts["taps"] = self._encode("taps", cache.taps, vectors)
@@ -211,7 +215,8 @@ class ShardWriter:
             ) from None
         self.bytes += self._waiting
         self.tokens += sum(len(parts["last_hidden"]) for parts in self._texts.values())
-        self._texts, self._waiting = {}, 0
+        self._texts = {}
+        self._waiting = 0
 
     def _encode(self, name: str, encoding: Encoding, vectors: Tensor) -> Tensor:
         """[L, (n,) H] -> [L, bytes] on the host."""

@@ -116,7 +116,8 @@ def bytes_per_token(name: str, taps: int, width: int, dtype: torch.dtype) -> int
 
 def relative_error(vectors: Tensor, decoded: Tensor) -> Tensor:
     """|x - x̂|² / |x|² of each vector, [..., H] -> [...]; 0 for zeros that came back."""
-    x, y = vectors.float(), decoded.float()
+    x = vectors.float()
+    y = decoded.float()
     return (x - y).square().sum(-1) / x.square().sum(-1).clamp(min=TINY)
 
 

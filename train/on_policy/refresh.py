@@ -58,9 +58,13 @@ class OnPolicy:
     ) -> None:
         if recipe.on_policy is None:
             raise ValueError("OnPolicy: the recipe has no on_policy section")
-        self.section, self.recipe, self.target = recipe.on_policy, recipe, target
+        self.section = recipe.on_policy
+        self.recipe = recipe
+        self.target = target
         self.writer = RolloutWriter(target, recipe, tokenizer)
-        self.prompts, self.folder, self.accelerator = prompts, folder, accelerator
+        self.prompts = prompts
+        self.folder = folder
+        self.accelerator = accelerator
         self.seed = recipe.training.seed
         self.pad_token_id = getattr(tokenizer, "pad_token_id", None) or 0
         # the texts that are read now, and their rows

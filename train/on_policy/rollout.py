@@ -33,8 +33,10 @@ class RolloutWriter:
         """`tokenizer`: for the tokens that end a text."""
         if recipe.on_policy is None:
             raise ValueError("the recipe has no on_policy section")
-        self.target, self.tokenizer = target, tokenizer
-        self.recipe, self.section = recipe, recipe.on_policy
+        self.target = target
+        self.tokenizer = tokenizer
+        self.recipe = recipe
+        self.section = recipe.on_policy
 
     def write(
         self,
@@ -48,7 +50,8 @@ class RolloutWriter:
         `drafter` is the one in training; it is left as it is. `part` (i, n): every n-th text from
         the i-th on."""
         copy = drafter.snapshot(self.target.dtype)
-        alone, sampling = self.recipe.drafter_writes(), self.recipe.regenerate
+        alone = self.recipe.drafter_writes()
+        sampling = self.recipe.regenerate
         writer = copy.writer if alone else self.target
         assert writer is not None, "the recipe lets a drafter write that cannot"
         drafts = self.recipe.evaluation.num_speculative_tokens
@@ -62,7 +65,8 @@ class RolloutWriter:
         )
         own_part = slice(part[0], None, part[1])
         temperatures = spread(sampling.temperatures, len(prompts))[own_part]
-        prompts, most = prompts[own_part], self.section.max_new_tokens
+        prompts = prompts[own_part]
+        most = self.section.max_new_tokens
         params = [
             SamplingParams(
                 temperature=temperature,
@@ -76,7 +80,8 @@ class RolloutWriter:
         requests = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         rollouts = []
         for output in llm.generate(requests, params, use_tqdm=False):
-            text, counts = output.outputs[0], output.outputs[0].spec_decode_metrics
+            text = output.outputs[0]
+            counts = output.outputs[0].spec_decode_metrics
             ids = list(output.prompt_token_ids), list(text.token_ids)
             rollouts.append(Rollout(*ids, counts.num_drafts, counts.num_accepted_tokens))
         return rollouts

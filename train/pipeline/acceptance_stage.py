@@ -200,7 +200,8 @@ def _told_if_stopped(stages: Stages) -> Iterator[None]:
 
 def settings_of(recipe: Recipe) -> EvaluationSettings:
     """The recipe's evaluation section; what it does not name keeps its default."""
-    e, usual = recipe.evaluation, EvaluationSettings()
+    e = recipe.evaluation
+    usual = EvaluationSettings()
     named = {f.name: getattr(e, f.name) for f in fields(usual) if hasattr(e, f.name)}
     named |= {
         "temperatures": tuple(e.temperatures),

@@ -114,7 +114,8 @@ def prepare_data(
     """The data of a stage of the training; the engine that writes its texts is gone afterwards."""
     load = target.whole if target.held is None else None
     data = DataStage(recipe, target.held, tokenizer, accelerator, stages, stage=stage, load=load)
-    rows, held_out = data.training_rows(), data.held_out()
+    rows = data.training_rows()
+    held_out = data.held_out()
     prompts = data.prompts() if recipe.on_policy else []
     return TrainingData(rows, prompts, held_out, data.tokenizer, data.hashes)
 
@@ -139,7 +140,9 @@ class DataStage:
         `regenerate`."""
         self.recipe = recipe
         self.part = part
-        self.accelerator, self.stages, self.stage = accelerator, stages, stage
+        self.accelerator = accelerator
+        self.stages = stages
+        self.stage = stage
         self.tokenizer = conversation_tokenizer(recipe.data, tokenizer, self._date(tokenizer))
         self.folder = Path(recipe.output_dir) if accelerator.is_main_process else None
         self.bad = bad_rows(recipe.data, self.folder, stage=stage)
@@ -201,7 +204,8 @@ class DataStage:
 
     def _write_rows(self) -> tuple[Path, RowStatistics]:
         """The table of the examples as they are; what is there is not made again."""
-        data, examples = self.recipe.data, self._examples
+        data = self.recipe.data
+        examples = self._examples
         settings = ("rows", ROW_FORMAT, data.max_length)
         path = self._table(examples_address(examples, self.tokenizer, *settings))
         facts = facts_of(path)
@@ -260,7 +264,8 @@ class DataStage:
         return self._training_responses()()
 
     def _training_responses(self) -> Callable[[], list[Response]]:
-        examples, prompts = self._examples, self._prompts
+        examples = self._examples
+        prompts = self._prompts
         self._say(str(self.bad))
         return self._responses("regenerate", [examples[i] for i in prompts.examples], prompts)
 
@@ -297,7 +302,8 @@ class DataStage:
         if facts is not None:
             bad.refuse_again(facts["bad"])
             return
-        before, num_proc = len(bad.reasons), self.recipe.data.num_proc
+        before = len(bad.reasons)
+        num_proc = self.recipe.data.num_proc
         with self.stages.stage("tokenise prompts", len(examples)) as advance:
             prompts = prompts_of(
                 examples,
@@ -381,7 +387,8 @@ class DataStage:
                     discard=self._discard_states,
                 )
 
-            accelerator, folder = self.accelerator, self.responses_folder
+            accelerator = self.accelerator
+            folder = self.responses_folder
             if section.endpoints or self.part != (0, 1):
                 return write_first(accelerator, folder, lambda: write(self.part))
             return write_in_parts(accelerator, folder, write)

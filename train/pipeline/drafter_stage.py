@@ -74,7 +74,8 @@ def _initialised(
             f"      draft vocabulary: {config.draft_vocab_size} of {config.vocab_size} tokens, "
             f"{coverage(counts, ids):.2%} of the supervised text"
         )
-    sample, terms = None, drafter.start_terms(recipe.drafter)
+    sample = None
+    terms = drafter.start_terms(recipe.drafter)
     if terms and checkpoint.latest(folder) is None:
         with stages.stage("fit the start", 1) as advance:
             sample = _sample_features(drafter, features, terms, advance)
@@ -96,7 +97,8 @@ def meet_tokenizers(recipe: Recipe, drafter: Drafter, tokenizer: Any) -> None:
 def _sample_features(
     drafter: Drafter, features: RowFeatures, requested: int, advance
 ) -> list[TargetFeatures]:
-    terms, sample = 0, []
+    terms = 0
+    sample = []
     for index in np.random.default_rng(0).permutation(len(features.rows)).tolist():
         sample.append(features.of([index]))
         terms += int(drafter.count_terms(sample[-1], 1)[0])

@@ -79,7 +79,8 @@ def evaluate_folders(
     keys = {"prompts": asked, "temperatures": list(temperatures), **evaluation}
     data = {"train": sources, "chat_template_kwargs": dict(chat_template_kwargs or {})}
     recipe = _recipe(model, data, keys, out, dtype)
-    stages, names = Stages(), {"target_name": model}
+    stages = Stages()
+    names = {"target_name": model}
     report = measure(recipe, drafter, stages, engines, method=method, provenance=names)
     write_report(report, out, stages)
     return out / PAGE

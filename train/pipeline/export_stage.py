@@ -47,7 +47,9 @@ class Trained:
 def export(recipe: Recipe, trained: Trained) -> Path:
     """Writes every format in the target checkpoint's dtype unless the recipe names one, and the
     target if it was trained jointly; returns the folder of the first format."""
-    drafter, state, out = trained.drafter, trained.state, Path(recipe.output_dir)
+    drafter = trained.drafter
+    state = trained.state
+    out = Path(recipe.output_dir)
     dtype = _dtype(recipe.export.dtype, drafter.target)
     step = state.best_step or state.step
     provenance = _provenance(recipe, step, trained.tokenizer, out, drafter.target.config)

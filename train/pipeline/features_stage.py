@@ -151,7 +151,8 @@ def open_cache(
     recipe: Recipe, target: TargetHead, data: TrainingData, encoding: str
 ) -> FeatureCache:
     """The cache of the recipe's features, addressed by everything that they depend on."""
-    section, tokenizer = recipe.features, data.tokenizer.tokenizer
+    section = recipe.features
+    tokenizer = data.tokenizer.tokenizer
     key = CacheKey(
         target=recipe.target.model,
         weights=data.hashes.weights,

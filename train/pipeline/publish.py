@@ -68,7 +68,8 @@ def push(
 
 def push_run(recipe: Recipe, code: int, say: Say = print) -> None:
     """Pushes the run's export to `export.push_to_hub`, unless a gate is missed (`code` 1)."""
-    repository, folder = recipe.export.push_to_hub, Path(recipe.output_dir)
+    repository = recipe.export.push_to_hub
+    folder = Path(recipe.output_dir)
     assert repository is not None
     if code:
         say(f"not pushed to {repository}: a gate is missed")
@@ -91,7 +92,8 @@ def stage(
             raise ConfigError(f"expected org/name, got {name!r}", where="push")
     export = Path(folder) if (Path(folder) / "config.json").is_file() else Path(folder) / EXPORT
     config = _load_strictly(export)
-    fields, run = read_fields(export), export.absolute().parent
+    fields = read_fields(export)
+    run = export.absolute().parent
     recipe = None
     if export.name == EXPORT and (run / RECIPE).is_file():
         recipe = load_recipe(run / RECIPE)
@@ -194,7 +196,8 @@ def _facts_of_recipe(recipe: Recipe | None, target: str) -> dict[str, Any]:
 
 def _target_sections(fields: Fields) -> list[Fields]:
     """The parts of config.json that name the target."""
-    own, wrapped = fields.get("draftsmith") or {}, fields.get("speculators_config") or {}
+    own = fields.get("draftsmith") or {}
+    wrapped = fields.get("speculators_config") or {}
     sections = (own.get("target"), wrapped.get("verifier"))
     return [section for section in sections if section and section.get("name_or_path")]
 

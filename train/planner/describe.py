@@ -51,7 +51,9 @@ def verdict(plan: Plan) -> str:
 
 
 def _models(stage: Stage) -> Rows:
-    t, d, recipe = stage.target, stage.drafter, stage.recipe
+    t = stage.target
+    d = stage.drafter
+    recipe = stage.recipe
     features = f"{size_text(stage.feature_bytes)} per token"
     if recipe.features.mode == "cache":
         features += f" on disk, {size_text(stage.feature_bytes * stage.tokens)} in all"

@@ -83,7 +83,8 @@ class Stage:
     @property
     def feature_bytes(self) -> int:
         """Bytes per token of taps and last hidden state: on disk, or in the target's dtype."""
-        t, features = self.target, self.recipe.features
+        t = self.target
+        features = self.recipe.features
         encoding = features.encoding if features.mode == "cache" else "exact"
         return bytes_per_token(encoding, len(self.drafter.tap_layers), t.hidden_size, t.dtype)
 
@@ -128,7 +129,9 @@ class Stage:
     @property
     def phases(self) -> list[Phase]:
         """The work of the stage, or of one step where the number of steps is not known."""
-        recipe, target, phases = self.recipe, self.target, list[Phase]()
+        recipe = self.recipe
+        target = self.target
+        phases = list[Phase]()
         length = recipe.data.max_length
         forward = forward_flops(target, length)
         tokens = (self.steps or 1) * self.step_rows.rows_per_step * length
@@ -139,7 +142,8 @@ class Stage:
             work = self.tokens * forward
             phases.append(Phase("responses of the target", work, target.dtype, read))
         seen = min(tokens, self.tokens or tokens) if self.keeps_features else tokens
-        trained, parameters = self.trainable, self.head.named_parameters()
+        trained = self.trainable
+        parameters = self.head.named_parameters()
         if not any("lm_head" in name and p.requires_grad for name, p in parameters):
             trained += self.drafter.hidden_size * self.drafter.draft_vocab_size
         served = bool(recipe.features.endpoints)
@@ -177,7 +181,8 @@ class Stage:
         minutes = self.recipe.training.max_minutes
         if not minutes:
             return math.inf
-        seconds, first = 60 * minutes, self.step_seconds(device)
+        seconds = 60 * minutes
+        first = self.step_seconds(device)
         epoch = self.tokens / (self.step_rows.rows_per_step * self.recipe.data.max_length)
         if self.steps is not None or not self.keeps_features or seconds <= epoch * first:
             return seconds / first
@@ -248,7 +253,9 @@ class Stage:
     @property
     def memory(self) -> Parts:
         """Bytes of one device while it trains."""
-        recipe, target, drafter = self.recipe, self.target, self.drafter
+        recipe = self.recipe
+        target = self.target
+        drafter = self.drafter
         rows = self.step_rows.rows * recipe.data.max_length
         layers = getattr(drafter, "num_layers", 1) * self.depths
         if recipe.training.activation_checkpointing:
@@ -384,7 +391,8 @@ def active_parameters(target: TargetSketch) -> float:
     experts = next((n for name in names if (n := getattr(target.config, name, None))), None)
     per_token = getattr(target.config, "num_experts_per_tok", None)
     share = per_token / experts if experts and per_token else 1.0
-    output, looked_up = target.model.get_output_embeddings(), target.model.get_input_embeddings()
+    output = target.model.get_output_embeddings()
+    looked_up = target.model.get_input_embeddings()
     tied = output is not None and output.weight is looked_up.weight
     return sum(
         p.numel() * (share if ".experts." in name else 1.0)

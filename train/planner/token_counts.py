@@ -45,7 +45,8 @@ def count_tokens(recipe: Recipe, examples: int | None = None) -> list[TokenCount
     counts = []
     for source in recipe.data.train:
         if source.resolved().name is not None:
-            number, note = examples or source.limit, "a dataset of the Hub, not read"
+            number = examples or source.limit
+            note = "a dataset of the Hub, not read"
             counts.append(_assumed(recipe, source, number, note))
             continue
         rows = list(load_source(source, bad=BadRows()))[: source.limit]
@@ -68,7 +69,8 @@ def expected_tokens(
 ) -> tuple[int, int]:
     """Tokens of an example, and those that are supervised. A response still to be written is as
     long as the one in the data, and one to an earlier turn where the last leaves no room."""
-    longest, written = recipe.data.max_length, recipe.regenerate.max_new_tokens
+    longest = recipe.data.max_length
+    written = recipe.regenerate.max_new_tokens
     try:
         prompt = len(conversations.prompt_ids(example))
     except BadRow:

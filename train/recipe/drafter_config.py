@@ -22,7 +22,8 @@ logger = logging.getLogger(__name__)
 def drafter_config(recipe: Recipe, target: TargetShape, *, planning: bool = False) -> DrafterConfig:
     """The recipe's drafter for this target; with `init_from`, that head's own, which the recipe may
     not contradict. `planning`: of a student's folder config.json will do."""
-    options, fields = recipe.drafter, family_class(recipe.family).config_class.model_fields
+    options = recipe.drafter
+    fields = family_class(recipe.family).config_class.model_fields
     expected = options.shape(fields, target)
     config_only = planning and recipe.family == "draft_model"
     if (start := start_folder(recipe, weights=not config_only)) is None:
@@ -61,7 +62,8 @@ def default_mask_token(recipe: Recipe, target: TargetShape) -> int:
         token = max(tokenizer.get_vocab().values()) + 1
     if token < target.vocab_size:
         return token
-    template, named = str(tokenizer.chat_template or ""), set(tokenizer.all_special_tokens)
+    template = str(tokenizer.chat_template or "")
+    named = set(tokenizer.all_special_tokens)
     own = {tokenizer.eos_token, tokenizer.bos_token, tokenizer.pad_token, tokenizer.unk_token}
     unused = [
         number

@@ -262,7 +262,8 @@ class Recipe(Section):
 
     def stage(self, number: int) -> Recipe:
         """The recipe of one stage, which has none of its own."""
-        stage, tree = self.stages[number], self.model_dump(mode="json", exclude={"stages"})
+        stage = self.stages[number]
+        tree = self.model_dump(mode="json", exclude={"stages"})
         if any(stage.training.get(budget) is not None for budget in BUDGETS):
             tree["training"] |= dict.fromkeys(BUDGETS)
         for name in ("data", "regenerate", "drafter", "training"):

@@ -34,12 +34,16 @@ def schema_rows(model: type[BaseModel]) -> list[SchemaRow]:
 def _rows(root: Node, section: Node, prefix: str, seen: dict[str, str]) -> Iterator[SchemaRow]:
     """`seen`: where a section has been spelled out, by its reference."""
     for name, node in section["properties"].items():
-        inner, below = _section(node), prefix + name
+        inner = _section(node)
+        below = prefix + name
         if inner.get("type") == "array":
-            inner, below = _section(inner["items"]), below + "[]"
+            inner = _section(inner["items"])
+            below += "[]"
         elif isinstance(inner.get("additionalProperties"), dict):
-            inner, below = _section(inner["additionalProperties"]), below + ".<name>"
-        meaning, reference = " ".join(node.get("description", "").split()), inner.get("$ref")
+            inner = _section(inner["additionalProperties"])
+            below += ".<name>"
+        meaning = " ".join(node.get("description", "").split())
+        reference = inner.get("$ref")
         if reference in seen:
             meaning += f" (keys: see {seen[reference]})"
         default = "required" if name in section.get("required", ()) else _default(node)
@@ -84,7 +88,9 @@ def explain(error: ValidationError, model: type[BaseModel]) -> str:
     """All mistakes: `drafter.num_layers: Input should be a valid integer, got 'two'; ...`."""
     mistakes = []
     for item in error.errors(include_url=False):
-        key, kind, message = ".".join(map(str, item["loc"])), item["type"], item["msg"]
+        key = ".".join(map(str, item["loc"]))
+        kind = item["type"]
+        message = item["msg"]
         if kind == "value_error":  # checks across sections have no location, but name the key first
             message = str(item["ctx"]["error"])
         elif kind == "extra_forbidden":

@@ -126,11 +126,15 @@ class Conversation:
         prompts: Sequence[tuple[int, ...]] | None = None,
     ) -> None:
         """`prompts`: of the last responses of all conversations; None: they are made here."""
-        self.number, self.example, self.temperature = number, example, temperature
+        self.number = number
+        self.example = example
+        self.temperature = temperature
         self.responses: list[Response] = []
         self._prompts = prompts
-        self._rules, self._messages = rules, list(example.messages)
-        self._turns, self._next = _written_turns(example, rules.section.turns), 0
+        self._rules = rules
+        self._messages = list(example.messages)
+        self._turns = _written_turns(example, rules.section.turns)
+        self._next = 0
         self._pending: Ask | None = None
         rules.account.requested += len(self._turns)
 
@@ -194,8 +198,10 @@ class Conversation:
     def add_response(self, token_ids: Sequence[int]) -> None:
         """The response that was asked for. One that was cut ends the conversation."""
         assert self._pending is not None, "no response was asked for"
-        prompt_ids, place = self._pending.prompt_ids, self._turns[self._next]
-        self._pending, self._next = None, self._next + 1
+        prompt_ids = self._pending.prompt_ids
+        place = self._turns[self._next]
+        self._pending = None
+        self._next += 1
         ended = bool(token_ids) and token_ids[-1] in self._rules.facts.end
         if token_ids:
             response = (self.example.workload, prompt_ids, tuple(token_ids), self.temperature)
@@ -214,7 +220,8 @@ class Conversation:
     def leave_out(self, reason: str) -> None:
         """Ends the conversation: what is not written yet is left out."""
         self._rules.account.left_out[reason] += len(self._turns) - self._next
-        self._pending, self._next = None, len(self._turns)
+        self._pending = None
+        self._next = len(self._turns)
 
 
 def _written_turns(example: Example, which: str) -> list[int]:

@@ -31,8 +31,11 @@ from draftsmith.train.regeneration.conversations import Ask, ConversationRules
 from draftsmith.train.regeneration.writers import REPORT_EVERY_S, Written
 
 RETRIES = 8  # of a request at one server, after pauses that double: about 40 s
-TIMEOUT_S, SLOWEST = 600.0, 5.0  # of a response: 600 s, or its tokens at 5 tokens/s
-PROBES, PROBE_TOKENS = 8, 8  # prompts that are continued greedily, and by how many tokens
+# A response may take TIMEOUT_S seconds, or its tokens at SLOWEST tokens/s, if that is longer.
+TIMEOUT_S = 600.0
+SLOWEST = 5.0
+PROBES = 8  # prompts that are continued greedily
+PROBE_TOKENS = 8  # by so many tokens each
 MIN_AGREEMENT = 0.7  # of these tokens stand before the first that differs from the reference's
 PROBE_TEXT = "def f(x):\n    return x**2  # 3.14, naïve – \u4f60\u597d\n"
 
@@ -46,7 +49,9 @@ class Server:
     def __init__(
         self, section: EndpointSection, rules: ConversationRules, discard: Discard | None
     ) -> None:
-        self.section, self.facts, self.tokenizer = section, rules.facts, rules.tokenizer
+        self.section = section
+        self.facts = rules.facts
+        self.tokenizer = rules.tokenizer
         self._discard = discard
         self.url = base_url(section)
         self.client = openai.AsyncOpenAI(
@@ -55,7 +60,10 @@ class Server:
             timeout=max(TIMEOUT_S, rules.section.max_new_tokens / SLOWEST),
             max_retries=RETRIES,
         )
-        self.model, self.engine, self.by_tokens, self.in_flight = "", "", True, 0
+        self.model = ""
+        self.engine = ""
+        self.by_tokens = True
+        self.in_flight = 0
         self._slots = asyncio.Semaphore(section.max_concurrency)
 
     async def check(self) -> None:
@@ -85,7 +93,8 @@ class Server:
         """EndpointError if it continues prompts otherwise than the target: what counts is the share
         of greedy tokens before the first that differs."""
         answers = await asyncio.gather(*map(self.write, asks))
-        same, total = 0, sum(map(len, reference))
+        same = 0
+        total = sum(map(len, reference))
         for pairs in map(zip, answers, reference):
             same += len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
         if same < MIN_AGREEMENT * total:
@@ -126,13 +135,15 @@ class Server:
     async def _by_tokens(self, ask: Ask) -> tuple[int, ...]:
         fields = sampling_fields(ask.params, self.facts.end)
         choice = await self._complete(list(ask.prompt_ids), fields)
-        ids, known = getattr(choice, "token_ids", None), range(self.facts.vocab_size)
+        ids = getattr(choice, "token_ids", None)
+        known = range(self.facts.vocab_size)
         if not isinstance(ids, list) or not all(i in known for i in ids):
             raise EndpointError(f"expected token_ids, got {str(ids)[:80]}", where=self.url)
         return tuple(ids)
 
     async def _by_text(self, ask: Ask) -> tuple[int, ...]:
-        params, tokenizer = ask.params, self.tokenizer.tokenizer
+        params = ask.params
+        tokenizer = self.tokenizer.tokenizer
         names = ("max_tokens", "temperature", "top_p", "seed")
         fields: dict[str, Any] = {name: getattr(params, name) for name in names}
         if ask.example.prompt is not None:
@@ -165,11 +176,14 @@ class ServerWriter:
         say: Callable[[str], None],
         discard: Discard | None = None,
     ) -> None:
-        self.section, self.llm, self.say = rules.section, llm, say
+        self.section = rules.section
+        self.llm = llm
+        self.say = say
         self.servers = [Server(endpoint, rules, discard) for endpoint in self.section.endpoints]
         self.capacity = sum(endpoint.max_concurrency for endpoint in self.section.endpoints)
         self._clients = [server.client for server in self.servers]
-        self._runner, self._last_failure = asyncio.Runner(), ""
+        self._runner = asyncio.Runner()
+        self._last_failure = ""
         self._new: list[Ask] = []
         self._tasks: set[asyncio.Task[Written]] = set()
         self._checked = self._refused = False

@@ -51,7 +51,8 @@ class ResponseStore:
     """Stored responses. `known`: their token ids by key; `written_by`: their number by engine."""
 
     def __init__(self, folder: Path, name: str) -> None:
-        self.folder, self.name = folder, name
+        self.folder = folder
+        self.name = name
         self.known: dict[str, list[int]] = {}
         self.written_by: Counter[str] = Counter()
         self._file: IO[bytes] | None = None

@@ -27,11 +27,14 @@ class StepRows:
     """The micro-steps of one process. ConfigError if the global batch cannot be shared out."""
 
     def __init__(self, training: TrainingSection, process: int = 0, processes: int = 1) -> None:
-        self.seed, self.batch_size = training.seed, training.batch_size
-        self.process, self.processes = process, processes
+        self.seed = training.seed
+        self.batch_size = training.batch_size
+        self.process = process
+        self.processes = processes
         requested = training.global_batch_size
         if requested is None:
-            self.rows, self.micro_steps = training.batch_size, training.gradient_accumulation_steps
+            self.rows = training.batch_size
+            self.micro_steps = training.gradient_accumulation_steps
         else:
             if requested % processes:
                 raise ConfigError(

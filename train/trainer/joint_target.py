@@ -42,7 +42,8 @@ class JointTarget(nn.Module):
             raise UnsupportedTarget(
                 "the target is quantised, and a LoRA of it could not be merged", where="joint"
             )
-        self.section, self.target = section, target
+        self.section = section
+        self.target = target
         fields = {
             "peft_type": "LORA",
             "r": section.r,
@@ -86,7 +87,8 @@ class JointTarget(nn.Module):
         kept = to_device(chosen, ids.device)  # [N] of the flat [B·T]
         states = features.last_hidden.flatten(0, 1)[kept]  # [N, H]
         weight = (1 / normaliser.clamp(min=1)).float().expand(len(states))
-        logits, labels = self.target.logits, ids.roll(-1, 1).flatten()[kept]
+        logits = self.target.logits
+        labels = ids.roll(-1, 1).flatten()[kept]
         loss, _ = chunked_objective(
             states, logits, states.detach(), logits, weight, labels, {"cross_entropy": 1.0}
         )
@@ -118,8 +120,10 @@ class JointTarget(nn.Module):
 
     def _save_merged(self, folder: Path) -> None:
         """Saves in the precision of the checkpoint, not in that of the training."""
-        model, dtype = self.model.get_base_model(), self.target.checkpoint_dtype
-        config, own = model.config, model.config.dtype
+        model = self.model.get_base_model()
+        dtype = self.target.checkpoint_dtype
+        config = model.config
+        own = model.config.dtype
         try:
             model.save_pretrained(folder, state_dict=in_dtype(self.adapter.merged_state(), dtype))
             config.dtype = dtype
@@ -131,7 +135,8 @@ class JointTarget(nn.Module):
 @torch.no_grad()
 def cross_entropy(target: FrozenTarget, texts: Texts) -> float:
     """Mean -log p of the response tokens, in nats."""
-    total, count = 0.0, 0
+    total = 0.0
+    count = 0
     for prompt, response in texts:
         ids = torch.tensor([[*prompt, *response]], device=target.device)
         _, last = target(ids)

@@ -50,7 +50,8 @@ def make_optimizers(
     ]
     if others:
         groups.append({"params": list(others), "lr": others_learning_rate})
-    decay, optimizers = training.weight_decay, list[torch.optim.Optimizer]()
+    decay = training.weight_decay
+    optimizers = list[torch.optim.Optimizer]()
     if matrices:
         rate = training.muon_learning_rate
         optimizers.append(Muon(matrices, lr=rate, momentum=0.95, weight_decay=decay))
@@ -163,7 +164,8 @@ def load_optimizer_state(
 def learning_rate(training: RunTraining, share: float, total_steps: int | None) -> float:
     """Linear warm-up over `warmup_ratio`, then cosine to zero. `share`: 0 to 1, of the budget
     before this step; `total_steps`: None for time, whose first step has a hundredth of the peak."""
-    peak, warm_up = training.learning_rate, training.warmup_ratio
+    peak = training.learning_rate
+    warm_up = training.warmup_ratio
     if share < warm_up:
         following = share + 1 / total_steps if total_steps else max(share, 0.01 * warm_up)
         return peak * min(1.0, following / warm_up)

@@ -42,7 +42,8 @@ class Replicated:
     """Every process holds the whole drafter. `module` is what trains, `drafter` the same, whole."""
 
     def __init__(self, accelerator: Accelerator, drafter: Drafter) -> None:
-        self.accelerator, self.drafter = accelerator, drafter
+        self.accelerator = accelerator
+        self.drafter = drafter
         self.module = drafter
 
     def run(self, work: Callable[[], Result], last: bool) -> Result:
@@ -80,7 +81,8 @@ class Sharded(Replicated):
 
         super().__init__(accelerator, drafter)
         self.module = drafter.deep_copy()
-        mesh, plugin = mesh_of(accelerator), _plugin(accelerator)
+        mesh = mesh_of(accelerator)
+        plugin = _plugin(accelerator)
         for unit in self.module.shard_units():
             fully_shard(unit, mesh=mesh, reshard_after_forward=bool(plugin.reshard_after_forward))
         fully_shard(self.module, mesh=mesh, reshard_after_forward=False)

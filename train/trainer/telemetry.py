@@ -28,7 +28,8 @@ class Telemetry:
 
     def begin(self) -> None:
         """Begins one step or several; time before it, as of an evaluation, does not count."""
-        self._began, self._spent = time.perf_counter(), defaultdict[str, float](float)
+        self._began = time.perf_counter()
+        self._spent = defaultdict[str, float](float)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

@@ -58,7 +58,8 @@ from draftsmith.train.trainer.parallel import spread, whole
 from draftsmith.train.trainer.telemetry import Telemetry
 
 # held-out results: the length, and its standard error
-EXPECTED, ERROR = "expected_acceptance_length", "expected_standard_error"
+EXPECTED = "expected_acceptance_length"
+ERROR = "expected_standard_error"
 CROSS_ENTROPY: Loss = {"cross_entropy": 1.0}
 MAX_SKIPPED = 3  # steps in a row whose gradients are not finite, before a run stops
 Evaluate = Callable[[Drafter], dict[str, float]]  # of which EXPECTED decides the best
@@ -92,7 +93,8 @@ class Unread:
         """(the record of the step, tokens [2]). Waits for the device. `depths`: K."""
         sizes = [depths, depths, 2, 1, 2, depths, 1]
         accepted, agreed, lengths, loss, tokens, terms, norm = self.numbers.cpu().split(sizes)
-        known, count = dict(self.known), terms.clamp(min=1)
+        known = dict(self.known)
+        count = terms.clamp(min=1)
         record = {
             "step": known.pop("step"),
             "loss": float(loss),
@@ -457,7 +459,8 @@ class Trainer:
 
     def _weighed(self, features: TargetFeatures, steps: Sequence[DraftStep]) -> list[DraftStep]:
         """The steps under position weights that depend on what the drafter says of each chain."""
-        ones, size = torch.ones_like(self.depth_weights), features.input_ids.numel()
+        ones = torch.ones_like(self.depth_weights)
+        size = features.input_ids.numel()
         head = self.module.trained_heads(self.recipe.loss)[0].head
         with torch.no_grad():
             _, parts = self._over_depths(features, steps, ones, head, CROSS_ENTROPY)
@@ -480,7 +483,8 @@ class Trainer:
         loss: Loss,
     ) -> tuple[Tensor, list[StepMetrics]]:
         """The loss of one head and the metrics of each depth; depths read alike are one call."""
-        losses, parts = [], []
+        losses = []
+        parts = []
         for group in [steps] if self.module.one_head else [[step] for step in steps]:
             known = torch.cat([on_host(s.target_index) for s in group])  # [N] of these depths
             index = to_device(known, features.input_ids.device)
@@ -504,7 +508,8 @@ class Trainer:
 
     def _source(self, micro: MicroStep) -> tuple[RowFeatures, list[int]]:
         """The rows of a micro-step: of the data, or of texts written on-policy."""
-        policy, step = self.on_policy, self.state.step
+        policy = self.on_policy
+        step = self.state.step
         with self.telemetry.phase("data"):
             if policy is not None and policy.wants(step, micro.number):
                 return policy.rows(micro.places, self.step_rows.rows_per_step)
@@ -578,7 +583,8 @@ class Trainer:
     def _read(self) -> tuple[list[dict[str, Any]], dict[str, float]]:
         """(records of the steps since the last time, which join the history; what these steps
         cost). Waits for the device, whose time is the training's."""
-        began, history = time.monotonic(), self.state.history
+        began = time.monotonic()
+        history = self.state.history
         results = [step.read(len(self.depth_weights)) for step in self.unread]
         for record, _ in results:
             history.append(record)
