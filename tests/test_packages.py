@@ -69,6 +69,13 @@ def _imports(node: ast.AST) -> Iterator[str]:
         yield node.module or ""
 
 
+def test_launchers_of_all_names_are_the_same_program():
+    """Links to one file in a checkout, copies of it in a wheel."""
+    names = ("dflash", "distill", "dspark", "medusa", "mlp", "mtp")
+    texts = {(ROOT / "train" / f"{name}.py").read_text(encoding="utf-8") for name in names}
+    assert texts == {(ROOT / "train" / "eagle.py").read_text(encoding="utf-8")}
+
+
 def test_files_of_train_hide_no_library():
     """`accelerate launch train/…` puts train/ first on sys.path."""
     names = {path.stem for path in (ROOT / "train").iterdir()} - {"__init__", "__pycache__"}

@@ -1,8 +1,1 @@
-"""Distil a small model: `accelerate launch train/distill.py RECIPE.yaml [KEY=VALUE ...]`."""
-
-import sys
-
-from draftsmith.train.cli import app
-
-if __name__ == "__main__":
-    app(["train", *sys.argv[1:]])
+eagle.py
