@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from draftsmith.speculators.errors import ConfigError
 from draftsmith.speculators.target.info import TargetSketch
 from draftsmith.speculators.target.target_head import START_TOKENS, TargetHead
 from draftsmith.train.recipe.recipe import Recipe
@@ -39,8 +40,17 @@ class StatesSpec:
     def of_recipe(
         cls, recipe: Recipe, tap_layers: Sequence[int], target: TargetSketch | TargetHead
     ) -> StatesSpec:
-        """The taps of a recipe's drafter in their order, and the stream before the final norm."""
+        """The taps of a recipe's drafter in their order, and the stream before the final norm.
+
+        ConfigError: rows as long as the target's limit, of which no server gives the states."""
         layers = (*(tap for tap in tap_layers if tap != target.num_layers), target.num_layers)
+        most = getattr(target.config, "max_position_embeddings", None)
+        if most is not None and recipe.data.max_length >= most:
+            raise ConfigError(
+                f"{recipe.data.max_length} tokens, and vLLM answers a text with one token more, but"
+                f" {recipe.target.model} is made for {most}; set it to at most {most - 1}",
+                where="data.max_length",
+            )
         longest = max(recipe.data.max_length, START_TOKENS)  # a start's text may be asked for, too
         return cls(recipe.target.model, layers, target.hidden_size, target.dtype, longest)
 

@@ -36,6 +36,7 @@ from draftsmith.train.trainer.batches import StepRows
 from draftsmith.train.trainer.optimizers import muon_matrices
 from draftsmith.train.trainer.pace import FEW_STEPS, WHAT_TO_CHANGE
 
+DEVICES_OF_HOST = 8  # which makers put into one
 ACTIVATIONS = 17  # numbers kept per hidden unit, layer and token
 Parts = dict[str, int]  # bytes, by what takes them
 
@@ -206,7 +207,18 @@ class Stage:
     def whole_target(self) -> int:
         """Bytes of the target's weights on one device."""
         whole = self.target.num_parameters * self.target.dtype.itemsize
-        return whole // self.count if self.recipe.target.sharding != "none" else whole
+        return whole // self.shards if self.recipe.target.sharding != "none" else whole
+
+    @property
+    def on_one_host(self) -> int:
+        """Processes of one host."""
+        return min(self.count, DEVICES_OF_HOST)
+
+    @property
+    def shards(self) -> int:
+        """Into which a sharded target is cut: one for each device of a host, with replicas on the
+        others; where the hosts differ in size, one for each device of all (`target_mesh`)."""
+        return self.count if self.count % self.on_one_host else self.on_one_host
 
     @property
     def target_head(self) -> int:
@@ -236,8 +248,8 @@ class Stage:
         copies = self.device.type != "cpu" and loads
         unread = recipe.features.unread_gb * 1e9 if recipe.features.endpoints else 0.0
         return {
-            "target while it is loaded": self.whole_target * self.count if copies else 0,
-            "states under way or unread": round(unread * self.count),
+            "target while it is loaded": self.whole_target * self.on_one_host if copies else 0,
+            "states under way or unread": round(unread * self.on_one_host),
         }
 
     @property

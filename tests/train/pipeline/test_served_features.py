@@ -13,6 +13,7 @@ from accelerate import Accelerator
 from safetensors.torch import load_file
 
 from draftsmith.inference.progress import Stages
+from draftsmith.speculators.errors import ConfigError
 from draftsmith.speculators.target.frozen_target import FrozenTarget
 from draftsmith.speculators.target.target_head import TargetHead
 from draftsmith.train.features.states_spec import StatesSpec
@@ -21,6 +22,7 @@ from draftsmith.train.pipeline.run import train
 from draftsmith.train.recipe.recipe import Recipe
 from draftsmith.train.trainer.trainer import EXPECTED
 from tests.quickstart_data import source as quickstart
+from tests.support.errors import raises_at
 from tests.support.forked import PythonProcess
 from tests.support.state_server import FakeServer, connect, listening
 from tests.support.targets import copy_tokenizer, save_target
@@ -91,6 +93,14 @@ def test_servers_of_short_rows_have_room_for_the_text_of_a_start(target_folder, 
     recipe = recipe_in(tmp_path, target_folder, max_length=16)
     head = TargetHead.from_pretrained(str(target_folder), tap_layers=TAPS)
     assert StatesSpec.of_recipe(recipe, TAPS, head).longest >= head.start_text().shape[1]
+
+
+def test_rows_as_long_as_the_target_s_limit_are_refused(target_folder, tmp_path):
+    """vLLM's answer is one token more."""
+    head = TargetHead.from_pretrained(str(target_folder), tap_layers=TAPS)
+    with raises_at(ConfigError, "data.max_length"):
+        StatesSpec.of_recipe(recipe_in(tmp_path, target_folder, max_length=512), TAPS, head)
+    StatesSpec.of_recipe(recipe_in(tmp_path, target_folder, max_length=511), TAPS, head)
 
 
 @pytest.mark.slow

@@ -123,6 +123,15 @@ def test_a_target_counts_whole_where_it_is_loaded(folder, features, trains, writ
     assert stage.written_with["target's weights"] == (stage.whole_target if writes else 0)
 
 
+@pytest.mark.parametrize(("count", "shards"), [(1, 1), (4, 4), (16, 8), (12, 12)])
+def test_a_sharded_target_has_a_replica_on_each_host_if_hosts_are_alike(folder, count, shards):
+    sharded = tree(folder)
+    sharded["target"] = sharded["target"] | {"sharding": "fsdp"}
+    whole = make_stage(make_recipe(tree(folder)), count=count).held["target's weights"]
+    part = make_stage(make_recipe(sharded), count=count).held["target's weights"]
+    assert part == whole // shards
+
+
 def test_forward_flops_are_those_that_torch_counts(folder):
     plan = make_stage(make_recipe(tree(folder)))
     target = FrozenTarget.from_pretrained(str(folder))
