@@ -31,7 +31,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from draftsmith.inference import LLM, SamplingParams
 from draftsmith.inference.engine_options import EngineOptions
-from draftsmith.inference.plain_decoder import plain_decoder
+from draftsmith.inference.model_runner.plain_decoder import plain_decoder
 from draftsmith.inference.spec_decode.proposal import Proposal
 from draftsmith.inference.spec_decode.proposers.base import Proposer
 from draftsmith.inference.spec_decode.proposers.lookahead import LookaheadOptions

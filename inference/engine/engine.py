@@ -8,32 +8,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from time import perf_counter
-from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
 
-from draftsmith.inference.compilation.config import read_compilation
 from draftsmith.inference.engine.logprobs import record_logprobs
 from draftsmith.inference.engine_options import EngineOptions
-from draftsmith.inference.kv_cache.ragged_cache import RaggedCache
 from draftsmith.inference.metrics import SpecDecodeCounters
+from draftsmith.inference.model_runner.compile_options import read_compilation
+from draftsmith.inference.model_runner.model_runner import ModelRunner
 from draftsmith.inference.outputs import JudgedRound, Placed
-from draftsmith.inference.plain_decoder import TargetForward
 from draftsmith.inference.requests.request import Request
 from draftsmith.inference.requests.scheduler import Scheduler
 from draftsmith.inference.spec_decode.draft_length import DraftLength
 from draftsmith.inference.spec_decode.logits import process_logits
 from draftsmith.inference.spec_decode.proposal import Kept, Proposal
 from draftsmith.inference.spec_decode.proposers.base import Proposer
-from draftsmith.inference.spec_decode.tree_attention import along, tree_inputs
+from draftsmith.inference.spec_decode.tree_attention import along, tree_places
 from draftsmith.inference.spec_decode.verification.rejection_sampler import AUTO, verify_and_sample
 from draftsmith.speculators.errors import ConfigError, DraftsmithError
 from draftsmith.speculators.precision import on_device
 from draftsmith.speculators.target.frozen_target import FrozenTarget
-
-if TYPE_CHECKING:
-    from draftsmith.inference.compilation.compiled_rounds import CompiledRounds
 
 
 class Engine:
@@ -41,8 +36,8 @@ class Engine:
     one thread.
 
     `options`: with max_model_len given. `counters`: totals of drafting since `reset_metrics`.
-    `drafting`: the proposer, None while speculation is off. `compiled`: None where rounds run eager
-    (docs/runtime.md). `rejection_sample_method`: the verification rule at temperature > 0."""
+    `runner`: the target over these rows. `drafting`: the proposer, None while speculation is off.
+    `rejection_sample_method`: the verification rule at temperature > 0."""
 
     def __init__(
         self,
@@ -55,32 +50,29 @@ class Engine:
     ) -> None:
         if options.max_model_len is None:
             raise ConfigError("an engine needs max_model_len", where="EngineOptions")
-        how = read_compilation(options, target.device.type)
-        _require_abilities(target, how is not None, proposer)
+        compile_options = read_compilation(options, target.device.type)
+        _require_abilities(target, compile_options is not None, proposer)
         self.target = target
         self.options = options
         self.max_model_len = options.max_model_len
         self.proposer = self.drafting = proposer
         self.scheduler = Scheduler(options.max_num_seqs)
-        drafts = proposer.max_width if proposer is not None else 0
-        self.cache = RaggedCache(
-            options.max_num_seqs, self.max_model_len + drafts, device=target.device
+        self.runner = ModelRunner(
+            target,
+            options.max_num_seqs,
+            self.max_model_len,
+            drafts=proposer.max_width if proposer is not None else 0,
+            compile_options=compile_options,
         )
-        self.target_forward = TargetForward(target)
-        self.reset_metrics()
+        self.counters = SpecDecodeCounters()
         self.draft_length = draft_length or DraftLength(
             proposer.num_speculative_tokens if proposer is not None else 0
         )
         if proposer is not None:
             self.draft_length.attach(proposer, self.rehearse)
-        self.compiled: CompiledRounds | None = None
         self._rejection_sample_method = rejection_sample_method
-        if how is not None:
-            # torch's compiler takes seconds to import
-            from draftsmith.inference.compilation.compiled_rounds import CompiledRounds
-
-            limit = self.max_model_len
-            self.compiled = CompiledRounds(how, self.target_forward, self.cache, proposer, limit)
+        if proposer is not None and compile_options is not None:
+            proposer.compile(compile_options)
 
     # ------------------------------------------------------------------ requests
 
@@ -119,6 +111,26 @@ class Engine:
             waiting.remove(request)
         self._release_finished()
 
+    # ------------------------------------------------------------------ before requests
+
+    def rehearse(self, rows: int, T: int) -> None:
+        """Runs T tokens of each of the first rows through the target and forgets them: to be
+        timed."""
+        self.runner.rehearse(rows, T)
+
+    @property
+    def compiles(self) -> bool:
+        """True if rounds are compiled (docs/runtime.md)."""
+        return self.runner.compiled is not None
+
+    @torch.inference_mode()
+    def warm_up(self, deadline: float) -> None:
+        """Compiles every shape that a round can have, until then (`perf_counter`). After a round
+        with drafting and one without, which show what the steps are given."""
+        self.runner.warm_up(deadline)
+        if self.proposer is not None:
+            self.proposer.warm_up(deadline)
+
     # ------------------------------------------------------------------ one step
 
     @torch.inference_mode()
@@ -144,14 +156,15 @@ class Engine:
         inputs = on_device(anchors, self.target.device)  # [B, 1]
         if proposal.width:
             inputs = torch.cat([inputs, proposal.token_ids], dim=1)  # [B, 1+K]
-        taps, last_hidden = self._forward(0, len(rows), inputs, proposal)
-        logits = self.target_forward.logits(last_hidden)  # [B, 1+K, V]
+        tree = tree_places(proposal, inputs.device)
+        taps, last_hidden = self.runner(0, inputs, tree)
+        logits = self.runner.logits(last_hidden)  # [B, 1+K, V]
         if proposer is not None and proposer.reads_logits:
             proposer.see_logits(rows, proposal, logits)
         kept = self._decide(logits, proposal, rows)
         # of each row the anchor and the accepted drafts
         kept_nodes = [[0, *(1 + node for node in row_kept.nodes)] for row_kept in kept]
-        self.cache.keep(kept_nodes)
+        self.runner.keep(kept_nodes)
         num_accepted = [len(row_kept.nodes) for row_kept in kept]
         depths = proposal.depths()
         for row, request in enumerate(rows):
@@ -189,15 +202,15 @@ class Engine:
             counts = [len(piece) for piece in pieces]
             padded = [piece + [0] * (width - len(piece)) for piece in pieces]
             token_ids = on_device(padded, self.target.device)
-            taps, last_hidden = self._forward(first, first + len(rows), token_ids)
+            taps, last_hidden = self.runner(first, token_ids)
             for i in range(len(rows) - 1, -1, -1):
                 if done + counts[i] == rows[i].num_prompt_tokens:
                     ends.append(last_hidden[i, counts[i] - 1].clone())
-            self.cache.advance_rows(first, counts)
+            self.runner.advance(first, counts)
             if proposer is not None and proposer.reads_features:
                 proposer.prefill(first, rows, counts, taps, last_hidden)
             done += width
-        logits = self.target_forward.logits(torch.stack(ends[::-1])[:, None])  # [b, 1, V]
+        logits = self.runner.logits(torch.stack(ends[::-1])[:, None])  # [b, 1, V]
         nothing = Proposal.empty(len(new), self.target.device)
         kept = self._decide(logits, nothing, new)
         now = perf_counter()
@@ -214,41 +227,13 @@ class Engine:
         finished = [request for request in running if request.finished]
         for row in range(len(running) - 1, -1, -1) if finished else ():
             if running[row].finished:
-                self.cache.reset(row)
+                self.runner.reset(row)
                 moved = self.scheduler.release(row)
                 if moved is not None:
-                    self.cache.move(moved, row)
+                    self.runner.move(moved, row)
                     if self.drafting is not None:
                         self.drafting.move(moved, row)
         return finished
-
-    def _forward(
-        self, start: int, stop: int, token_ids: Tensor, proposal: Proposal | None = None
-    ) -> tuple[Tensor | None, Tensor]:
-        """token_ids [b, T], written at each row's own length -> taps [b, T, n·H] or None,
-        last_hidden [b, T, H]. `proposal`: what the tokens after the first are, where it is a
-        tree."""
-        T, cache, key_position_ids = token_ids.shape[1], self.cache, None
-        if proposal is None or proposal.parents is None or T == 1:
-            if self.compiled is not None:
-                features = self.compiled.forward(start, token_ids)
-                if features:
-                    return cast("tuple[Tensor | None, Tensor]", features)
-            position_ids, mask = cache.position_ids(start, stop, T), cache.mask(start, stop, T)
-        else:
-            position_ids, mask, key_position_ids = tree_inputs(cache, start, stop, proposal, T - 1)
-        if max(cache.lengths[start:stop]) + T > self.max_model_len:
-            # padding only: drafts keep to the limit
-            position_ids = position_ids.clamp(max=self.max_model_len - 1)
-        return self.target_forward(
-            token_ids, position_ids, mask, cache.view(start, stop, T), key_position_ids
-        )
-
-    def rehearse(self, rows: int, T: int) -> None:
-        """A forward over T tokens of each of the first rows, forgotten: for its time to be
-        taken."""
-        token_ids = torch.zeros(rows, T, dtype=torch.long, device=self.target.device)
-        self.target_forward.logits(self._forward(0, rows, token_ids)[1]).argmax(-1).tolist()
 
     def _decide(self, logits: Tensor, proposal: Proposal, rows: Sequence[Request]) -> list[Kept]:
         """Logits [b, 1+K, V] -> the accepted drafts of each row and one token more."""

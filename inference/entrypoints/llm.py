@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
 from typing import Any
 
-import torch
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
@@ -327,11 +326,10 @@ class LLM:
         few = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, seed=0)
         length = min(WARM_UP_PROMPT, self.engine.max_model_len // 2)
         prompt = {"prompt_token_ids": [0] * length}
-        if (compiled := self.engine.compiled) is not None:
+        if self.engine.compiles:
             for speculate in (True, False):  # what each step is given
                 self.generate(prompt, few, False, speculate=speculate)
-            with torch.inference_mode():
-                compiled.warm_up(limit_s)
+            self.engine.warm_up(deadline)
         draft_length = self.engine.draft_length
         for rows in draft_length.sizes_to_measure(self.engine.options.max_num_seqs):
             if perf_counter() < deadline:

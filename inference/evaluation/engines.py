@@ -20,6 +20,7 @@ from draftsmith.inference.entrypoints.loading import (
     load_tokenizer,
     target_config,
 )
+from draftsmith.inference.model_runner.model_runner import ModelRunner
 from draftsmith.inference.outputs import RequestOutput
 from draftsmith.inference.report.schema import OUR_ENGINE, EngineFacts
 from draftsmith.inference.sampling_params import SamplingParams
@@ -153,6 +154,11 @@ class MeasuredEngine(ABC):
         return self.models[0]
 
     @cached_property
+    def runner(self) -> ModelRunner:
+        """What ties are judged with: the target of `models`, over rows of no engine."""
+        return ModelRunner(self.target, 1, 1)
+
+    @cached_property
     def tokenizer(self) -> Any:
         drafting = self.drafting
         return load_tokenizer(drafting.model, drafting.options.get("tokenizer"), **drafting.source)
@@ -169,6 +175,7 @@ class MeasuredEngine(ABC):
         """Frees everything, `models` included."""
         self.stop()
         self.__dict__.pop("models", None)
+        self.__dict__.pop("runner", None)
         free_memory()
 
 
@@ -193,6 +200,11 @@ class RuntimeEngine(MeasuredEngine):
     def target(self) -> FrozenTarget:
         """The target that is served; it loads no second drafter."""
         return self.llm.engine.target
+
+    @property
+    def runner(self) -> ModelRunner:
+        """The one that served."""
+        return self.llm.engine.runner
 
     @property
     def tokenizer(self) -> Any:

@@ -456,7 +456,7 @@ class _Evaluation:
         on: Sequence[RequestOutput],
     ) -> LosslessCheck:
         k, rows = self.settings.num_speculative_tokens, min(self.settings.rows, len(on))
-        return compare_greedy(engine.target, off, on, num_speculative_tokens=k, rows=rows)
+        return compare_greedy(engine.runner, off, on, num_speculative_tokens=k, rows=rows)
 
     def _note(self, text: str) -> None:
         self.progress(self.done / len(self.cells), text)

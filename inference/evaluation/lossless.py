@@ -16,11 +16,9 @@ import torch
 from torch import Tensor
 
 from draftsmith.inference.engine_options import EngineOptions
-from draftsmith.inference.kv_cache.ragged_cache import RaggedCache
+from draftsmith.inference.model_runner.model_runner import ModelRunner
 from draftsmith.inference.outputs import RequestOutput
-from draftsmith.inference.plain_decoder import TargetForward
 from draftsmith.inference.report.schema import LosslessCheck, TokenDifference
-from draftsmith.speculators.target.frozen_target import FrozenTarget
 
 # logits whose noise is watched: a single one, rounded to bfloat16, often happens not to move
 LEADING = 8
@@ -28,29 +26,27 @@ MOST_TOKENS = EngineOptions().max_num_batched_tokens  # of a forward that is no 
 
 
 def compare_greedy(
-    target: FrozenTarget,
+    runner: ModelRunner,
     references: Sequence[RequestOutput],
     outputs: Sequence[RequestOutput],
     *,
     num_speculative_tokens: int,
     rows: int,
 ) -> LosslessCheck:
-    """Outputs with drafting against references without, both greedy, of the same prompts and from
-    `target` in its present dtype.
+    """Outputs with drafting against references without, both greedy, of the same prompts.
 
-    `num_speculative_tokens` and `rows`: the batch shapes that the runs used, re-run at a
-    difference."""
-    dtype = str(target.dtype).removeprefix("torch.")
+    `runner`: of the target that wrote them, in the dtype that it had; the engine's own where it is
+    at hand, since its kernels round in their own way. `num_speculative_tokens` and `rows`: the
+    batch shapes that the runs used, re-run at a difference."""
+    dtype = str(runner.target.dtype).removeprefix("torch.")
     details: list[TokenDifference] = []
-    forward: TargetForward | None = None  # the engine's: its kernels round in their own way
     for i, (without, drafted) in enumerate(zip(references, outputs, strict=True)):
         prompt = without.prompt_token_ids
         reference, output = without.outputs[0].token_ids, drafted.outputs[0].token_ids
         position = first_difference(reference, output)
         if position is None:
             continue
-        forward = forward or TargetForward(target)
-        after = partial(_logits_after, target.device, forward)
+        after = partial(_logits_after, runner)
         shapes = _shapes(prompt, reference[:position], num_speculative_tokens + 1, rows)
         expected = reference[position] if position < len(reference) else None
         produced = output[position] if position < len(output) else None
@@ -138,8 +134,7 @@ def _split(length: int, size: int) -> list[int]:
 
 @torch.inference_mode()
 def _logits_after(
-    device: torch.device,
-    forward: TargetForward,
+    runner: ModelRunner,
     ids: list[int],
     pieces: Sequence[int],
     rows: int,
@@ -147,15 +142,12 @@ def _logits_after(
 ) -> Tensor:
     """[V] logits of row 0 after `ids`, fed to `rows` rows in pieces of these lengths. The other
     rows hold the same tokens, after `longer_by` more."""
-    cache = RaggedCache(rows, len(ids) + longer_by, device=device)
-    tokens = torch.tensor([ids] * rows, device=device)  # [rows, length]
+    scratch = runner.scratch(rows, len(ids) + longer_by)
+    tokens = torch.tensor([ids] * rows, device=runner.target.device)  # [rows, length]
 
     def feed(part: Tensor, first: int) -> Tensor:
-        T = part.shape[1]
-        positions, mask = cache.position_ids(first, rows, T), cache.mask(first, rows, T)
-        _, last_hidden = forward(part, positions, mask, cache.view(first, rows, T))
-        for row in range(first, rows):
-            cache.advance(row, T)
+        _, last_hidden = scratch(first, part)
+        scratch.advance(first, [part.shape[1]] * len(part))
         return last_hidden
 
     if longer_by:
@@ -164,4 +156,4 @@ def _logits_after(
     for T in pieces:
         last_hidden = feed(tokens[:, start : start + T], 0)
         start += T
-    return forward.logits(last_hidden[:, -1:])[0, -1].float()
+    return scratch.logits(last_hidden[:, -1:])[0, -1].float()

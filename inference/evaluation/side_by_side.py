@@ -155,7 +155,7 @@ class SideBySide:
 
     def _compare(self, default: Measurement, measurement: Measurement) -> LosslessCheck:
         return compare_greedy(
-            self.target,
+            self.llms[DEFAULT].engine.runner,
             default.requests,
             measurement.requests,
             num_speculative_tokens=measurement.num_speculative_tokens,

@@ -56,9 +56,15 @@ class RaggedCache:
         self.reserve(start, stop, num_new_tokens)
         return RaggedView(self, start, stop, num_new_tokens)
 
-    def mask(self, start: int, stop: int, num_new_tokens: int) -> Tensor | None:
+    def mask(
+        self,
+        start: int,
+        stop: int,
+        num_new_tokens: int,
+        position_ids: Tensor | None = None,
+    ) -> Tensor | None:
         """bool [b, 1, T, S], True = attend: query i of row b sees its keys 0 … length_b + i. S =
-        longest row + T.
+        longest row + T. `position_ids` [b, T]: of these tokens, where they are at hand.
 
         None where plain causal attention says the same: rows of equal length that either add one
         token or are empty."""
@@ -66,7 +72,9 @@ class RaggedCache:
         longest = max(lengths)
         if (T == 1 or longest == 0) and min(lengths) == longest:
             return None
-        last_visible = self.position_ids(start, stop, T)[:, None, :, None]  # [b, 1, T, 1]
+        if position_ids is None:
+            position_ids = self.position_ids(start, stop, T)
+        last_visible = position_ids[:, None, :, None]  # [b, 1, T, 1]
         return self._arange[: longest + T] <= last_visible
 
     def tree_mask(

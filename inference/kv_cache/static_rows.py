@@ -42,7 +42,7 @@ class StaticRows(CacheView):
         """[R, T]"""
         return self._positions
 
-    def mask(self, *_: int) -> Tensor:
+    def mask(self, *_: object) -> Tensor:
         """bool [R, 1, T, S], True = attend."""
         return self._mask
 

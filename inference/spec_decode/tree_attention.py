@@ -10,22 +10,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from draftsmith.inference.kv_cache.ragged_cache import RaggedCache
 from draftsmith.inference.spec_decode.proposal import Proposal, padded
 from draftsmith.speculators.precision import on_device, to_device
+from draftsmith.speculators.target.ragged_rows import TreePlaces
 
 
-def tree_inputs(
-    cache: RaggedCache, start: int, stop: int, proposal: Proposal, width: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """For the anchors of rows [start, stop) and `width` nodes of their trees: position ids [b,
-    1+K], mask [b, 1, 1+K, S] and the positions of the keys [b, S]."""
-    lengths = cache.lengths[start:stop]
-    depths, visible = ancestors(proposal, width, cache.device)
-    first = on_device(lengths, cache.device)[:, None]  # [b, 1]
-    mask, index = cache.tree_mask(start, stop, lengths, visible)
-    key_depths = torch.where(index < 0, index, depths.gather(1, index.clamp(0, width)))
-    return first + depths, mask, first + key_depths
+def tree_places(proposal: Proposal, device: torch.device) -> TreePlaces | None:
+    """Anchors and nodes of a proposal as the target reads them, K the longest tree; None where they
+    are chains."""
+    if proposal.parents is None or not proposal.width:
+        return None
+    return TreePlaces(*ancestors(proposal, proposal.width, device))
 
 
 def ancestors(proposal: Proposal, width: int, device: torch.device | str) -> tuple[Tensor, Tensor]:

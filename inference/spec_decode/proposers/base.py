@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from draftsmith.inference.kv_cache.ragged_cache import RaggedCache
+from draftsmith.inference.model_runner.compile_options import CompileOptions
 from draftsmith.inference.requests.request import Request
 from draftsmith.inference.spec_decode.proposal import Proposal
 
@@ -87,6 +88,16 @@ class Proposer:
         """Drafts `depth` tokens for every row and forgets them, to be timed; False if drafting
         takes no time."""
         return False
+
+    def compile(self, options: CompileOptions) -> None:
+        """Drafts by compiled steps from now on, where it has any. Before any request."""
+
+    def warm_up(self, deadline: float) -> None:
+        """Compiles every shape of these steps until then, once requests have run."""
+
+    def bytes_per_row(self) -> int:
+        """Memory of its own keys and values of a row at its full length."""
+        return 0
 
     def reset(self, row: int) -> None:
         """A new request enters the row, or the last one has left it."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.inference.kv_cache.ragged_cache import RaggedCache
-from draftsmith.inference.plain_decoder import plain_or_none
+from draftsmith.inference.model_runner.plain_decoder import plain_or_none
 from draftsmith.inference.requests.request import Request
 from draftsmith.inference.sampling.sampler import (
     argmax,
@@ -35,12 +35,11 @@ from draftsmith.speculators.precision import on_device
 from draftsmith.speculators.vocab.draft_vocab import scatter_to_target, to_target_ids
 
 if TYPE_CHECKING:
+    from draftsmith.inference.model_runner.compile_options import CompileOptions
+    from draftsmith.inference.model_runner.compiled_chain import CompiledChain
     from draftsmith.speculators.drafter import Drafter
     from draftsmith.speculators.target.frozen_target import FrozenTarget
 
-
-# All drafts of a chain at temperature 0 as one step, [b, K]; None: they are drafted one by one.
-BestChain = Callable[[DraftInput], Tensor | None]
 
 MAX_LOGIT = 6.0  # of a confidence
 # features that may wait beyond those of a round while nothing is drafted: the head reads them in
@@ -92,15 +91,33 @@ class HeadProposer(Proposer):
         speculative = depth if tree is None else tree.speculative_slots
         longest = max_model_len + self._room + max(speculative, self.max_width)
         self.cache = RaggedCache(max_rows, drafter.cache_length(longest), device=self._device)
-        self._best_chain: BestChain | None = None
+        self._best_chain: CompiledChain | None = None
 
-    def draft_chains_with(
-        self, chain_of: Callable[[Drafter, RaggedCache, int], BestChain | None]
-    ) -> None:
-        """Replaces the greedy chain by `chain_of(drafter, cache, depth)`, such as a compiled one;
-        None keeps it."""
+    def compile(self, options: CompileOptions) -> None:
         if self._tree is None:
-            self._best_chain = chain_of(self._drafter, self.cache, self._depth)
+            # torch's compiler takes seconds to import
+            from draftsmith.inference.model_runner.compiled_chain import compiled_chain
+
+            self._best_chain = compiled_chain(self._drafter, self.cache, self._depth, options)
+
+    def warm_up(self, deadline: float) -> None:
+        if self._best_chain is not None:
+            self._best_chain.step.warm_up(deadline)
+
+    @torch.inference_mode()
+    def bytes_per_row(self) -> int:
+        probe = RaggedCache(1, self._drafter.cache_length(1), device=self._device)
+        target = self._drafter.target
+        dtype = target.dtype
+        taps = last_hidden = None
+        if self._drafter.reads_taps:
+            width = len(self._drafter.config.tap_layers) * target.hidden_size
+            taps = torch.zeros(1, 1, width, dtype=dtype, device=self._device)
+        if self._drafter.reads_last_hidden:
+            last_hidden = torch.zeros(1, 1, target.hidden_size, dtype=dtype, device=self._device)
+        token_ids = torch.zeros(1, 1, dtype=torch.long, device=self._device)
+        self._drafter.append(DraftInput(probe, 0, 1, token_ids, taps, last_hidden, [1]))
+        return probe.bytes() // probe.capacity * self.cache.max_len
 
     def prefill(
         self,

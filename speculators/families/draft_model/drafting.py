@@ -17,6 +17,7 @@ from draftsmith.speculators.drafter import Drafter, DraftInput, DraftLogits, Dra
 from draftsmith.speculators.errors import ConfigError
 from draftsmith.speculators.precision import on_device
 from draftsmith.speculators.target.frozen_target import FrozenTarget
+from draftsmith.speculators.target.ragged_rows import Forward, TreePlaces, run_rows
 from draftsmith.speculators.vocab.token_map import TokenMap
 
 
@@ -25,29 +26,25 @@ class TokenDrafter(Drafter):
 
     first_token = 0
     token_map: TokenMap | None = None
-    _forward: Any = None  # the runtime's of the runner, while frozen
+    _fast_forward: Forward | None = None  # the runtime's of the runner, while frozen
 
     @property
     def runner(self) -> FrozenTarget:
         raise NotImplementedError
 
     @torch.no_grad()
-    def decode_with(self, forward_of: Callable[[FrozenTarget], Any]) -> None:
+    def decode_with(self, forward_of: Callable[[FrozenTarget], Forward | None]) -> None:
         if not self.training:
-            self._forward = forward_of(self.runner)
+            self._fast_forward = forward_of(self.runner)
 
     def thaw(self) -> None:
         super().thaw()
-        self._forward = None
+        self._fast_forward = None
 
     @property
-    def _run(self) -> Any:
-        return self._forward or self.runner
-
-    def _positions(self, positions: Tensor) -> Tensor:
-        """Those that it has; drafts that nobody verifies may be asked for behind the last one."""
-        most = getattr(self.model.config, "max_position_embeddings", None)
-        return positions if most is None else positions.clamp(max=most - 1)
+    def max_positions(self) -> int | None:
+        """Positions that its model has; None: any number."""
+        return getattr(self.model.config, "max_position_embeddings", None)
 
     def _known(self, token_ids: Tensor) -> Tensor:
         """Ids within its own table; ids of the padding of the target's become its last token."""
@@ -77,22 +74,26 @@ class TokenDrafter(Drafter):
         """See `Drafter.draft_tree`. ConfigError with another tokenizer (many tokens a draft)."""
         if self.token_map is not None:
             raise ConfigError("a draft model with another tokenizer drafts chains; ask for no tree")
-        cache, start, stop = inputs.cache, inputs.start, inputs.stop
+        cache, start = inputs.cache, inputs.start
         states, depth = self.append(inputs)[:, None], 0
         with inputs.drafting() as base:
-            first = on_device(base, states.device)[:, None]
-            depths = first.new_zeros(len(base), 0)  # of all drafts so far
+            depths = inputs.token_ids.new_zeros(len(base), 0)  # of all drafts so far
             while (level := grow(self.head(states))) is not None:
-                mask, index = cache.tree_mask(start, stop, base, level.visible)
-                width, spread = level.token_ids.shape[1], level.visible.shape[2]
+                width = level.token_ids.shape[1]
                 depths = torch.cat([depths, depths.new_full((len(base), width), depth)], dim=1)
-                of_drafts = depths.gather(1, index.clamp(0, spread - 1))
-                keys = first + torch.where(index < 0, index, of_drafts)
-                positions = self._positions(first + depth).expand(-1, width)
-                ids, view = self._known(level.token_ids), cache.view(start, stop, width)
-                states = self._run(ids, positions, mask, view, keys)[1]
+                tree = TreePlaces(depths, level.visible, base)
+                states = self._run(cache, start, self._known(level.token_ids), tree)
                 inputs.advance([width] * len(base))
                 depth += 1
+
+    def _run(
+        self, cache: Any, start: int, token_ids: Tensor, tree: TreePlaces | None = None
+    ) -> Tensor:
+        """Own token ids [b, M] in rows start, start + 1, … -> states [b, M, D]."""
+        forward = self._fast_forward or self.runner
+        return run_rows(
+            forward, cache, start, token_ids, max_positions=self.max_positions, tree=tree
+        )[1]
 
     def _spelt(
         self, token_ids: Tensor, counts: Sequence[int], before: Sequence[int]
@@ -107,12 +108,10 @@ class TokenDrafter(Drafter):
 
     def _extend(self, cache, start: int, stop: int, token_ids: Tensor) -> Tensor:
         """One pass over M new tokens per row, at each row's own length: states [b, M, D]."""
-        M = token_ids.shape[1]
-        positions = self._positions(cache.position_ids(start, stop, M))
-        view = cache.view(start, stop, M)
-        states = self._run(token_ids, positions, cache.mask(start, stop, M), view)[1]
+        states = self._run(cache, start, token_ids)
         if self.token_map is not None:
             # A target token may be spelt by nothing: the state before it is asked for then.
+            view = cache.view(start, stop, token_ids.shape[1])
             view.update(states[:, None], states[:, None, :, :1], self.runner.num_layers)
         return states
 

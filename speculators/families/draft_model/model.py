@@ -174,7 +174,7 @@ class DraftModel(TokenDrafter):
 
     def take_model(self, model: Any) -> None:
         """Another one of the same configuration in its place."""
-        self._runners, self._forward, self.model = [], None, model.eval()
+        self._runners, self._fast_forward, self.model = [], None, model.eval()
 
     def _apply(self, fn: Callable, *args, **kwargs) -> Drafter:
         self._runners = []
@@ -251,7 +251,7 @@ class DraftModel(TokenDrafter):
         the last one is used again beyond."""
         if self.token_map is not None:
             return None
-        return getattr(self.model.config, "max_position_embeddings", None)
+        return self.max_positions
 
     # ---------------------------------------------------- starting weights, and how it is trained
 
@@ -300,7 +300,9 @@ class DraftModel(TokenDrafter):
         if self.token_map is not None:
             spelt = self.token_map.spell_packed(ids, segments)
             ids, segments, ends = spelt.input_ids, spelt.segment_ids, spelt.ends
-            positions = self._positions(spelt.position_ids)
+            positions = spelt.position_ids
+            if self.max_positions is not None:
+                positions = positions.clamp(max=self.max_positions - 1)
         rows = (self._known(ids), positions, segments, segments >= 0)
         own = self.runner.features(
             *rows, gradients=torch.is_grad_enabled(), autocast=True

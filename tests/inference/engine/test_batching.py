@@ -122,7 +122,7 @@ class Schedule:
         assert max(running, default=-1) < min(waiting, default=len(self.requests))
         lengths = [len(request.token_ids) - 1 for request in scheduler.running]
         free = scheduler.max_num_seqs - len(running)
-        assert engine.cache.lengths == lengths + [0] * free
+        assert engine.runner.cache.lengths == lengths + [0] * free
 
     def finish(self, alone, kind: str) -> None:
         for _ in range(500):
@@ -180,7 +180,7 @@ def test_rows_that_do_not_fit_an_accelerator_are_refused_at_load(
     target = FrozenTarget(tiny_model("llama", max_position_embeddings=1000)).to("cuda")
     drafter = tiny_eagle3(target.model, TAPS).to("cuda")
     fitting = llm_of(target, drafter=drafter, max_model_len=900).engine
-    assert memory_fault(fitting) is None and fitting.cache.bytes() == 0
+    assert memory_fault(fitting) is None and fitting.runner.cache.bytes() == 0
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *a: (0, 0))
     assert memory_fault(llm_of(target, drafter=drafter).engine) is not None
     for name in ("max_num_seqs", "max_model_len"):

@@ -27,8 +27,8 @@ from draftsmith.inference.evaluation.expected_acceptance import (
 )
 from draftsmith.inference.evaluation.lossless import compare_greedy
 from draftsmith.inference.evaluation.timing import interleaved
+from draftsmith.inference.model_runner.model_runner import ModelRunner
 from draftsmith.inference.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from draftsmith.inference.plain_decoder import TargetForward
 from draftsmith.inference.report.measurement import expected_acceptance as compare_expected
 from draftsmith.inference.report.schema import SuiteFacts
 from draftsmith.inference.sampling.sampler import probabilities
@@ -144,20 +144,20 @@ def test_accept_probability_is_the_ratio_of_the_processed_distributions(
 # ---------------------------------------------------------------------------------- the same tokens
 
 
-def check(target, prompt, reference, output):
+def check(runner, prompt, reference, output):
     off, on = (
         [RequestOutput("", None, prompt, [CompletionOutput(0, "", ids)], True, RequestMetrics())]
         for ids in (reference, output)
     )
-    return compare_greedy(target, off, on, num_speculative_tokens=K, rows=2)
+    return compare_greedy(runner, off, on, num_speculative_tokens=K, rows=2)
 
 
 def test_float32_has_no_ties(llm) -> None:
     output = written(llm, 1, 0.0)[0]
     tokens, prompt = output.outputs[0].token_ids, output.prompt_token_ids
-    assert check(llm.engine.target, prompt, tokens, tokens).mismatches == 0
+    assert check(llm.engine.runner, prompt, tokens, tokens).mismatches == 0
     changed = [*tokens[:6], (tokens[6] + 1) % 250, *tokens[7:]]
-    result = check(llm.engine.target, prompt, tokens, changed)
+    result = check(llm.engine.runner, prompt, tokens, changed)
     assert (result.dtype, result.mismatches, result.ties) == ("float32", 1, 0)
     detail = result.details[0]
     assert (detail.position, detail.reference_token, detail.token) == (6, tokens[6], changed[6])
@@ -167,28 +167,31 @@ def test_float32_has_no_ties(llm) -> None:
 def test_noise_is_that_of_the_engines_forward_in_whole_verifications(llm, monkeypatch) -> None:
     """Also where the first difference is before K + 1 tokens were written."""
     runs, after = [], lossless._logits_after
+    forwards, scratch = [], llm.engine.runner.scratch
+    monkeypatch.setattr(lossless, "_logits_after", lambda *run: runs.append(run) or after(*run))
     monkeypatch.setattr(
-        lossless,
-        "_logits_after",
-        lambda *given, **more: runs.append(given) or after(*given, **more),
+        llm.engine.runner,
+        "scratch",
+        lambda *sizes: forwards.append(scratch(*sizes)) or forwards[-1],
     )
     prompt = some_prompts(1)[0]
-    check(llm.engine.target, prompt, [3, 5], [3, 6])
-    assert {type(forward) for _, forward, *_ in runs} == {type(llm.engine.target_forward)}
-    assert any(pieces == [len(ids) - K - 1, K + 1] for _, _, ids, pieces, *_ in runs)
+    check(llm.engine.runner, prompt, [3, 5], [3, 6])
+    assert len(forwards) == len(runs)
+    assert all(scratch.forward is llm.engine.runner.forward for scratch in forwards)
+    assert any(pieces == [len(ids) - K - 1, K + 1] for _, ids, pieces, *_ in runs)
 
 
 def test_noise_of_a_long_text_is_measured_in_forwards_as_large_as_the_engines(
     llm, monkeypatch
 ) -> None:
-    forwards, call = [], TargetForward.__call__
+    forwards, call = [], ModelRunner.__call__
     monkeypatch.setattr(
-        TargetForward,
+        ModelRunner,
         "__call__",
-        lambda self, ids, *rest: forwards.append(ids.numel()) or call(self, ids, *rest),
+        lambda self, start, ids: forwards.append(ids.numel()) or call(self, start, ids),
     )
     monkeypatch.setattr(lossless, "MOST_TOKENS", 32)
-    check(llm.engine.target, list(range(3, 60)), [3, 5], [3, 6])
+    check(llm.engine.runner, list(range(3, 60)), [3, 5], [3, 6])
     assert 0 < max(forwards) <= 32
 
 
@@ -200,12 +203,12 @@ def test_bfloat16_ties_are_told_from_mistakes(folders) -> None:
     best, worst = int(logits.argmax()), int(logits.argmin())
     runner_up = (best + 1) % 250
     target.lm_head.weight.data[runner_up] = target.lm_head.weight.data[best]
-    tied = check(target, prompt, [best], [runner_up])
+    tied = check(ModelRunner(target, 1, 1), prompt, [best], [runner_up])
     assert (tied.dtype, tied.mismatches, tied.ties) == ("bfloat16", 0, 1)
     assert tied.details[0].top_two_gap == 0
-    wrong = check(target, prompt, [best], [worst])
+    wrong = check(ModelRunner(target, 1, 1), prompt, [best], [worst])
     assert (wrong.mismatches, wrong.ties) == (1, 0)
-    ended = check(target, prompt, [best, best], [best])
+    ended = check(ModelRunner(target, 1, 1), prompt, [best, best], [best])
     assert (ended.mismatches, ended.details[0].token) == (1, None)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from draftsmith.inference import SamplingParams
-from draftsmith.inference.plain_decoder import plain_decoder
+from draftsmith.inference.model_runner.plain_decoder import plain_decoder
 from draftsmith.speculators.errors import ConfigError, UnsupportedTarget
 from draftsmith.speculators.families.draft_model.student import cut_fields
 from draftsmith.speculators.families.eagle3 import Eagle3

@@ -11,10 +11,11 @@ import torch._inductor.config
 from torch._dynamo.utils import counters
 
 from draftsmith.inference import LLM, SamplingParams
-from draftsmith.inference.compilation import static_shapes
-from draftsmith.inference.compilation.config import read_compilation
-from draftsmith.inference.compilation.static_shapes import Shape, all_shapes, shape_for
 from draftsmith.inference.engine_options import EngineOptions
+from draftsmith.inference.model_runner import static_shapes
+from draftsmith.inference.model_runner.compile_options import read_compilation
+from draftsmith.inference.model_runner.compiled_step import CachedStep
+from draftsmith.inference.model_runner.static_shapes import Shape, all_shapes, shape_for
 from draftsmith.speculators.errors import ConfigError
 from tests.support.cases import Case, make
 from tests.support.drafters import StubProposer
@@ -79,6 +80,12 @@ def write(llm: LLM, prompts=PROMPTS, **params) -> list[list[int]]:
     return ids_of(llm.generate(inputs, given, use_tqdm=False))
 
 
+def steps_of(llm: LLM) -> list[CachedStep]:
+    """What is compiled: the target's forward, and the drafter's chain if it has one."""
+    chain = getattr(llm.engine.proposer, "_best_chain", None)
+    return [llm.engine.runner.compiled.step, *([] if chain is None else [chain.step])]
+
+
 # ---------------------------------------------------------------------- the same tokens
 
 
@@ -93,7 +100,7 @@ def test_compiled_rounds_write_what_eager_ones_write(kind, rows, temperature, mo
     eager = llm_of(kind, model, rows, None)
     assert write(compiled, temperature=temperature) == write(eager, temperature=temperature)
     assert counters["stats"]["unique_graphs"] > 0 and not counters["graph_break"]
-    assert len(compiled.engine.compiled.steps) == 1 + (kind in ("draft_model", "eagle3"))
+    assert len(steps_of(compiled)) == 1 + (kind in ("draft_model", "eagle3"))
 
 
 @pytest.mark.slow
@@ -140,14 +147,17 @@ def test_after_a_warm_up_no_request_meets_a_new_shape(kind, model_of, monkeypatc
     monkeypatch.setattr(static_shapes, "FEWEST_KEYS", 60 if rows == 1 else LIMIT)
     llm, plain = (llm_of(kind, model_of(kind), rows, config) for config in (TRACED, None))
     llm.warm_up()
-    graphs = sum(len(step.shapes) for step in llm.engine.compiled.steps)
+    graphs = sum(len(step.shapes) for step in steps_of(llm))
     assert graphs == counters["stats"]["unique_graphs"] and llm.get_metrics().num_drafts == 0
-    places = [memory.data_ptr() for part in llm.engine.cache.memory() for memory in part]
+    cache = llm.engine.runner.cache
+    places = [memory.data_ptr() for part in cache.memory() for memory in part]
     asked = [[3 + i % 80 for i in range(70)], *PROMPTS[1:]]
     for prompts in (asked[:1], asked, PROMPTS):
         assert write(llm, prompts) == write(plain, prompts)
     assert graphs == counters["stats"]["unique_graphs"]
-    assert places == [memory.data_ptr() for part in llm.engine.cache.memory() for memory in part]
+    assert places == [
+        memory.data_ptr() for part in llm.engine.runner.cache.memory() for memory in part
+    ]
 
 
 def test_shapes_hold_what_they_are_asked_for():

@@ -12,7 +12,11 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from draftsmith.inference.kv_cache.ragged_cache import RaggedCache
-from draftsmith.inference.plain_decoder import PlainDecoder, TargetForward, plain_decoder
+from draftsmith.inference.model_runner.plain_decoder import (
+    PlainDecoder,
+    plain_decoder,
+    plain_or_none,
+)
 from draftsmith.speculators.layers import frozen_linear
 from draftsmith.speculators.target.frozen_target import FrozenTarget
 from tests.support.models import make_tiny_model
@@ -125,8 +129,7 @@ def test_a_model_that_was_changed_runs_as_it_is_and_the_log_says_why(reason: str
     model = make_tiny_model("llama")
     CHANGES[reason](model)
     with caplog.at_level(logging.INFO):
-        forward = TargetForward(FrozenTarget(model))
-    assert forward.plain is None
+        assert plain_or_none(FrozenTarget(model)) is None
     assert f"decoding runs transformers' forward: {reason}" in caplog.text
 
 
@@ -136,7 +139,8 @@ def test_a_model_that_was_changed_runs_as_it_is_and_the_log_says_why(reason: str
 def test_weights_exist_once(tmp_path) -> None:
     target = FrozenTarget(make_tiny_model("qwen3"), TAPS)
     before = {name: weight.clone() for name, weight in target.model.state_dict().items()}
-    assert TargetForward(target).plain is not None
+    first = plain_decoder(target)
+    assert isinstance(first, PlainDecoder)
     attention = target.layers[0].self_attn
     storages = {
         getattr(attention, part).weight.untyped_storage().data_ptr()
@@ -153,7 +157,7 @@ def test_weights_exist_once(tmp_path) -> None:
     saved = load_file(tmp_path / "model.safetensors")
     assert all(torch.equal(saved[name], weight) for name, weight in before.items())
 
-    TargetForward(target)  # as by a second engine: nothing is moved
+    plain_decoder(target)  # as by a second engine: nothing is moved
     assert {
         getattr(attention, part).weight.untyped_storage().data_ptr()
         for part in ("q_proj", "k_proj")
@@ -170,8 +174,8 @@ needs_packing = pytest.mark.skipif(
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
 def test_a_small_target_is_packed(name: str) -> None:
     target = FrozenTarget(make_tiny_model(name).bfloat16(), TAPS)
-    forward, ids = TargetForward(target), [[5, 9, 11], [42, 8, 3]]
-    assert isinstance(forward.plain._head, frozen_linear.FrozenLinear)
+    forward, ids = plain_decoder(target), [[5, 9, 11], [42, 8, 3]]
+    assert isinstance(forward.weights.head, frozen_linear.FrozenLinear)
     with torch.inference_mode():
         actual, expected = (
             features(run, RaggedCache(2, 64), [ids])[0] for run in (forward, target)
@@ -182,22 +186,37 @@ def test_a_small_target_is_packed(name: str) -> None:
 
 
 @needs_packing
-def test_packed_weights_exist_once_per_target_until_they_are_written_to() -> None:
+def test_weights_that_were_written_to_are_packed_again() -> None:
     model = make_tiny_model("qwen3").bfloat16()
-    first = TargetForward(FrozenTarget(model))
-    second = TargetForward(FrozenTarget(model, TAPS))  # another engine's, which taps it
+    first = plain_decoder(FrozenTarget(model))
+    with torch.no_grad():
+        model.model.layers[1].self_attn.k_proj.weight.mul_(2)
+    second = plain_decoder(FrozenTarget(model))
 
-    def packed(forward: TargetForward) -> list[torch.Tensor]:
-        linears = [forward.plain._head]
-        for layer in forward.plain._layers:
+    def packed(forward: PlainDecoder) -> list[torch.Tensor]:
+        linears = [forward.weights.head]
+        for layer in forward.weights.layers:
             attention, mlp = layer.self_attn, layer.mlp
             linears += [attention.fused, attention.o_proj, mlp.fused, mlp.down_proj]
         return [linear.packed for linear in linears]
 
-    assert all(one is other for one, other in zip(packed(first), packed(second), strict=True))
-    with torch.no_grad():
-        model.model.layers[1].self_attn.k_proj.weight.mul_(2)
-    third = packed(TargetForward(FrozenTarget(model)))
-    differing = [one is not other for one, other in zip(packed(first), third, strict=True)]
+    differing = [one is not other for one, other in zip(packed(first), packed(second), strict=True)]
     # the head, four of the first layer, then queries, keys and values of the second
-    assert differing == [place == 5 for place in range(len(third))]
+    assert differing == [place == 5 for place in range(len(differing))]
+
+
+def test_the_fast_form_is_made_once_per_model_until_its_weights_are_written_to() -> None:
+    model = make_tiny_model("qwen3")
+    first = plain_decoder(FrozenTarget(model))
+    second = plain_decoder(FrozenTarget(model, TAPS))  # another engine's, which taps it
+    assert second.weights is first.weights
+    with torch.no_grad():
+        model.model.layers[1].self_attn.q_norm.weight.mul_(2)
+    third = plain_decoder(FrozenTarget(model, TAPS))
+    assert third.weights is not first.weights
+    ids = [[5, 9, 11], [42, 8, 3]]
+    with torch.no_grad():
+        actual, expected = (
+            features(run, RaggedCache(2, 64), [ids])[0] for run in (third, third._runner)
+        )
+    torch.testing.assert_close(actual, expected, **CLOSE)

@@ -10,7 +10,7 @@ for bfloat16 products, which holds them twice. For inference only."""
 from __future__ import annotations
 
 import logging
-from typing import Any
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +22,11 @@ from draftsmith.speculators.layers.frozen_linear import MOST_PACKED, FrozenLinea
 from draftsmith.speculators.layers.grouped_attention import cached_attends
 from draftsmith.speculators.precision import free_memory
 from draftsmith.speculators.target.frozen_target import FrozenTarget
+from draftsmith.speculators.target.ragged_rows import run_rows
 
 logger = logging.getLogger(__name__)
+
+WeightState = tuple[tuple[int, int], ...]  # of each parameter: address, number of writes
 
 MODEL_TYPES = ("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
 # of the states' root mean square
@@ -35,56 +38,40 @@ PROJECTIONS = {
 }
 
 
-class TargetForward:
-    """The forward of a target in decoding: with few calls where its layers are plain, else
-    transformers' own."""
+class PlainLayers:
+    """The weights of a model of plain layers in fast form: layers, final norm, and the output head
+    if it is packed."""
 
-    def __init__(self, target: FrozenTarget) -> None:
-        self._target = target
-        self.plain = plain_or_none(target)
-
-    def __call__(self, *inputs: Any) -> tuple[Tensor | None, Tensor]:
-        """As `FrozenTarget.forward` over the `past_key_values` of a ragged cache."""
-        return (self.plain or self._target)(*inputs)
-
-    def logits(self, last_hidden: Tensor) -> Tensor:
-        """As `FrozenTarget.logits`: last_hidden [..., H] -> [..., V]."""
-        return (self.plain or self._target).logits(last_hidden)
+    def __init__(self, runner: FrozenTarget, config: DecoderConfig) -> None:
+        decoder = runner.decoder
+        packs = _packs(runner)
+        with torch.device("meta"):
+            self.norm = RMSNorm(decoder.norm.weight.shape[0], eps=decoder.norm.variance_epsilon)
+        self.norm.weight = decoder.norm.weight
+        self.layers = [_around(layer, config) for layer in decoder.layers]
+        for layer in self.layers:
+            layer.fuse(shared=True, packs=packs)
+            if packs:
+                _pack(layer)
+        self.head: FrozenLinear | None = None
+        head = runner.lm_head
+        # a drafter's is packed already
+        plain = type(head) is nn.Linear and "forward" not in head.__dict__
+        if packs and plain and not _alteration(head):
+            self.head = FrozenLinear(head, shared=True, packs=True)
+        if runner.device.type != "cpu":
+            free_memory()  # that the weights were moved from
 
 
 class PlainDecoder:
     """`forward` and `logits` of `runner`, a model of plain layers."""
 
-    def __init__(self, runner: FrozenTarget) -> None:
-        decoder = runner.decoder
-        attention = runner.layers[0].self_attn
-        config = DecoderConfig(
-            **DecoderConfig.for_target(runner, "draft_model"),
-            hidden_act=runner.config.hidden_act,
-            qk_norm=hasattr(attention, "q_norm"),
-            attention_bias=attention.q_proj.bias is not None,
-        )
-        packs = _packs(runner)
+    def __init__(self, runner: FrozenTarget, config: DecoderConfig, weights: PlainLayers) -> None:
+        self.weights = weights
         self._runner = runner
         self._embed = runner.embed_tokens
         self._taps = runner.tap_layers
-        self._positions = RotaryTable(config, decoder.rotary_emb)
-        with torch.device("meta"):
-            self._norm = RMSNorm(decoder.norm.weight.shape[0], eps=decoder.norm.variance_epsilon)
-        self._norm.weight = decoder.norm.weight
-        self._layers = [_around(layer, config) for layer in decoder.layers]
-        for layer in self._layers:
-            layer.fuse(shared=True, packs=packs)
-            if packs:
-                _pack(layer)
-        self._head: FrozenLinear | None = None
-        head = runner.lm_head
-        # a drafter's is packed already
-        plain = type(head) is nn.Linear and "forward" not in head.__dict__
-        if packs and plain and not _alteration(head):
-            self._head = FrozenLinear(head, shared=True, packs=True)
-        if runner.device.type != "cpu":
-            free_memory()  # that the weights were moved from
+        self._positions = RotaryTable(config, runner.decoder.rotary_emb)
 
     @torch.no_grad()
     def __call__(
@@ -99,30 +86,67 @@ class PlainDecoder:
         None, states after the final norm [B, T, H]."""
         state = self._embed(input_ids)
         taps = []
+        layers = self.weights.layers
         rotary = self._positions.lookup(position_ids, view.capacity, state)
-        attends = cached_attends(view, mask, input_ids.shape[1], len(self._layers))
-        for i, (layer, attend) in enumerate(zip(self._layers, attends, strict=True)):
+        attends = cached_attends(view, mask, input_ids.shape[1], len(layers))
+        for i, (layer, attend) in enumerate(zip(layers, attends, strict=True)):
             if i in self._taps:
                 taps.append(state)
             state = layer(state, rotary, attend)
-        if len(self._layers) in self._taps:
+        if len(layers) in self._taps:
             taps.append(state)
-        return torch.cat(taps, dim=-1) if taps else None, self._norm(state)
+        return torch.cat(taps, dim=-1) if taps else None, self.weights.norm(state)
 
     def logits(self, last_hidden: Tensor) -> Tensor:
         """As `FrozenTarget.logits`."""
-        if self._head is None or torch.is_grad_enabled():
+        head = self.weights.head
+        if head is None or torch.is_grad_enabled():
             return self._runner.logits(last_hidden)
-        return self._runner.head_to_logits(self._head(last_hidden))
+        return self._runner.head_to_logits(head(last_hidden))
+
+
+# By model, the fast form that somebody has now, and the state of the weights that it is of.
+# Engines over one model share it, whatever layers each of them taps.
+_IN_USE: WeakKeyDictionary[nn.Module, tuple[WeightState, ref[PlainLayers]]] = WeakKeyDictionary()
 
 
 def plain_decoder(runner: FrozenTarget) -> PlainDecoder | str:
-    """The model of `runner` with few calls, or the reason why it cannot be run so."""
+    """The model of `runner` with few calls, or the reason why it cannot be run so. Its weights in
+    fast form are made and tried out once, until nobody has them or the model's are written to."""
     reason = _obstacle(runner)
     if reason is not None:
         return reason
-    plain = PlainDecoder(runner)
-    return plain if _agrees(plain, runner) else "its layers compute something else than plain ones"
+    config = _config_of(runner)
+    state, weights = _IN_USE.get(runner.model, (None, lambda: None))
+    shared = weights()
+    if shared is not None and state == _state_of(runner.model):
+        return PlainDecoder(runner, config, shared)
+    plain = PlainDecoder(runner, config, PlainLayers(runner, config))
+    if not _agrees(plain, runner):
+        return "its layers compute something else than plain ones"
+    state = _state_of(runner.model)  # of weights that lie together by now
+    if state is not None:
+        _IN_USE[runner.model] = state, ref(plain.weights)
+    return plain
+
+
+def _state_of(model: nn.Module) -> WeightState | None:
+    """Where each parameter lies, and how often it was written to; None if torch does not count
+    that, as of tensors made in inference_mode."""
+    parameters = list(model.parameters())
+    if any(parameter.is_inference() for parameter in parameters):
+        return None
+    return tuple((parameter.data_ptr(), parameter._version) for parameter in parameters)
+
+
+def _config_of(runner: FrozenTarget) -> DecoderConfig:
+    attention = runner.layers[0].self_attn
+    return DecoderConfig(
+        **DecoderConfig.for_target(runner, "draft_model"),
+        hidden_act=runner.config.hidden_act,
+        qk_norm=hasattr(attention, "q_norm"),
+        attention_bias=attention.q_proj.bias is not None,
+    )
 
 
 def plain_or_none(runner: FrozenTarget) -> PlainDecoder | None:
@@ -198,13 +222,11 @@ def _agrees(plain: PlainDecoder, runner: FrozenTarget) -> bool:
     """True if both give the same taps and states after some tokens, all at once and in pieces."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(runner.vocab_size, (1, sum(PROBE)), generator=generator).to(runner.device)
-    cache, pieces = RaggedCache(1, ids.shape[1], device=runner.device), []
+    cache = RaggedCache(1, ids.shape[1], device=runner.device)
+    pieces = []
     with torch.inference_mode():
         for piece in ids.split(PROBE, dim=1):
-            place = (0, 1, piece.shape[1])
-            view = cache.view(*place)
-            out = plain(piece, cache.position_ids(*place), cache.mask(*place), view)
-            pieces.append(_joined(out, runner))
+            pieces.append(_joined(run_rows(plain, cache, 0, piece), runner))
             cache.advance(0, piece.shape[1])
         expected = _joined(runner(ids, torch.arange(ids.shape[1], device=ids.device)[None]), runner)
     error = (torch.cat(pieces, dim=1) - expected).abs().mean((0, 1, 3))

@@ -11,11 +11,13 @@ from draftsmith.speculators.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
+CompileOptions = dict[str, Any]  # arguments of torch.compile
+
 MODES = ("NONE", "STOCK_TORCH_COMPILE", "DYNAMO_TRACE_ONCE", "VLLM_COMPILE")  # vLLM's, by number
 
 
-def read_compilation(options: EngineOptions, device: str) -> dict[str, Any] | None:
-    """The arguments of torch.compile for rounds on a `device` of this kind; None: they run eager.
+def read_compilation(options: EngineOptions, device: str) -> CompileOptions | None:
+    """The options for rounds on a `device` of this kind; None: they run eager.
     They are compiled with `enforce_eager=False`, or with a config whose mode or cudagraph_mode is
     not NONE, unless `enforce_eager=True` or mode NONE is given; on a CPU with a backend alone."""
     given = options.compilation_config

@@ -1,1 +1,0 @@
-"""Rounds under torch.compile at static shapes. Nothing that a round decides belongs here."""

@@ -1,0 +1,125 @@
+"""Steps at static shapes by torch.compile, on a GPU as CUDA graphs (mode "reduce-overhead"): a
+model's forward over the last token and the drafts, and what compiled_chain.py makes of a drafter.
+
+A shape of static_shapes.py is compiled when it is first met. Prefill, trees of drafts, sampled
+chains and what decides over tokens run eager."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from draftsmith.inference.kv_cache.static_rows import StaticRows
+from draftsmith.inference.model_runner.compile_options import CompileOptions
+from draftsmith.inference.model_runner.static_shapes import all_shapes, shape_for
+from draftsmith.speculators.errors import ConfigError
+from draftsmith.speculators.precision import on_device
+from draftsmith.speculators.target.ragged_rows import Forward, run_rows
+
+if TYPE_CHECKING:
+    from draftsmith.inference.kv_cache.ragged_cache import RaggedCache
+
+MOST_GRAPHS = 512  # of one step; torch's own limit is 8
+
+Outputs = tuple[Tensor | None, ...]
+Step = Callable[..., Outputs]  # (rows, counts [R], *inputs [R, T, …])
+
+
+class CachedStep(nn.Module):
+    """A step over new tokens of the first rows of `cache`, compiled once per shape. The memory of
+    the cache are its buffers, whose addresses are fixed. `ahead`: slots that it fills after those
+    of its inputs."""
+
+    def __init__(
+        self, step: Step, cache: RaggedCache, width: int, ahead: int, options: CompileOptions
+    ) -> None:
+        super().__init__()
+        cache.reserve_all()
+        self.shapes = all_shapes(cache.max_rows, width, cache.max_len)
+        self._step = step
+        self._cache = cache
+        self._width = width
+        self._ahead = ahead
+        self._layers = 0
+        self._inputs: list[Tensor] = []  # one token of one row of each
+        self._compiled = torch.compile(self, fullgraph=True, dynamic=False, **options)
+
+    def forward(self, placed: Tensor, keys: int, *inputs: Tensor) -> Outputs:
+        """placed [2, R]: each row's length, and how many of its new tokens are no padding."""
+        memory = [getattr(self, f"memory_{i}") for i in range(2 * self._layers)]
+        cached = memory[: self._layers], memory[self._layers :]
+        static = StaticRows(placed[0], *cached, inputs[0].shape[1], keys)
+        return self._step(static, placed[1], *inputs)
+
+    def run(self, start: int, counts: Sequence[int], *inputs: Tensor) -> Outputs:
+        """inputs [b, T, …] each, of whose tokens counts [b] are no padding -> outputs of these
+        rows; () where the step has to run eager: prefill, or nothing was cached yet."""
+        rows, width = inputs[0].shape[:2]
+        keys, values = self._cache.memory()
+        if start or width > self._width or not keys:
+            return ()
+        if not self._layers:
+            self._layers = len(keys)
+            for i, memory in enumerate((*keys, *values)):
+                self.register_buffer(f"memory_{i}", memory, persistent=False)
+            self._inputs = [x[:1, :1].clone() for x in inputs]
+        lengths = self._cache.lengths[:rows]
+        shape = shape_for(self.shapes, rows, width, max(lengths) + self._ahead)
+        unused = shape.rows - rows  # they hold nothing
+        placed = [[*lengths, *[0] * unused], [*counts, *[1] * unused]]
+        padded = [x.new_zeros(shape.rows, shape.width, *x.shape[2:]) for x in inputs]
+        for full, x in zip(padded, inputs, strict=True):
+            full[:rows, :width] = x
+        try:
+            torch.compiler.cudagraph_mark_step_begin()  # it writes over the outputs of the last one
+            with torch._dynamo.config.patch(recompile_limit=MOST_GRAPHS):
+                outputs = self._compiled(on_device(placed, padded[0].device), shape.keys, *padded)
+        except torch._dynamo.exc.TorchDynamoException as error:
+            raise ConfigError(
+                f"enforce_eager=False: rounds cannot be compiled: {error}. Set enforce_eager=True",
+                where="LLM",
+            ) from error
+        return tuple(None if x is None else x[:rows].clone() for x in outputs)
+
+    def warm_up(self, deadline: float) -> None:
+        """Compiles every shape until then. No row holds anything: keys and values are written over.
+        Nothing if it was never run."""
+        for shape in self.shapes if self._inputs else ():
+            if perf_counter() < deadline:
+                self._cache.lengths[0] = max(shape.keys - shape.width - self._ahead, 0)
+                inputs = [x.expand(*shape[:2], *x.shape[2:]) for x in self._inputs]
+                self.run(0, [1] * shape.rows, *inputs)
+                self._cache.lengths[0] = 0
+
+
+class CompiledForward:
+    """`forward` over up to `width` new tokens of each of the first rows of `cache`, which gets all
+    its memory at once. `max_positions`: as of `run_rows`."""
+
+    def __init__(
+        self,
+        forward: Forward,
+        cache: RaggedCache,
+        width: int,
+        max_positions: int,
+        options: CompileOptions,
+    ) -> None:
+        def step(rows: StaticRows, counts: Tensor, token_ids: Tensor) -> Outputs:
+            return run_rows(forward, rows, 0, token_ids, max_positions=max_positions)
+
+        self.step = CachedStep(step, cache, width, 0, options)
+
+    def __call__(self, start: int, token_ids: Tensor) -> tuple[Tensor | None, Tensor] | None:
+        """token_ids [b, T] -> taps and last_hidden as `forward` gives them; None where it has to
+        run eager."""
+        rows, width = token_ids.shape
+        outputs = self.step.run(start, [1] * rows, token_ids)
+        if not outputs:
+            return None
+        taps, last_hidden = outputs
+        assert last_hidden is not None
+        return None if taps is None else taps[:, :width], last_hidden[:, :width]
