@@ -182,7 +182,7 @@ class Drafter(nn.Module):
 
     config_class: ClassVar[type[DrafterConfig]] = DrafterConfig
     options: ClassVar[type[DrafterOptions]] = DrafterOptions  # `drafter:` of its recipes
-    # what a run of few steps takes in place of `training`'s published settings (TrainingSection)
+    # the preset `short` of `training`, over the published values (TrainingSection)
     short_training: ClassVar[Mapping[str, Any]] = {
         "optimizer": "muon",
         "muon_learning_rate": 0.02,

@@ -79,7 +79,7 @@ def short_recipe(recipe: Path) -> Path:
     tree = read(recipe)
     tree |= {
         "training": {
-            "settings": "published",
+            "preset": "published",
             "steps": 6,
             "global_batch_size": 4,
             "batch_size": 2,

@@ -66,7 +66,7 @@ def make_recipe(
     **training,
 ) -> Recipe:
     defaults = {"steps": 8, "batch_size": 2, "learning_rate": 1e-2, "save_every": 2}
-    defaults["settings"] = "published"
+    defaults["preset"] = "published"
     return recipe_of(
         family,
         drafter=SHAPES[family] if drafter is None else drafter,

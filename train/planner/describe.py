@@ -68,7 +68,7 @@ def _models(stage: Stage) -> Rows:
 
 
 def _training(stage: Stage, plan: Plan) -> Rows:
-    """Data, budget and settings; FLOPs and time of each phase."""
+    """Data, budget and optimizer; FLOPs and time of each phase."""
     rows = []
     for source in stage.sources:
         text = source.note
@@ -81,7 +81,7 @@ def _training(stage: Stage, plan: Plan) -> Rows:
     rows += [
         ("budget", _budget(stage, plan)),
         ("a step", f"{tokens:,} tokens ({step.rows} rows x {step.micro_steps} micro-steps)"),
-        ("settings", stage.training.describe()),
+        ("optimizer", stage.training.describe()),
     ]
     if stage.recipe.features.endpoints and plan.device:
         states = stage.states_per_second(plan.device)

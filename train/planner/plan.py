@@ -124,7 +124,7 @@ class Stage:
 
     @property
     def training(self) -> RunTraining:
-        """The training with the settings that the run takes."""
+        """The training with the preset that the run takes."""
         return self.recipe.training_for(self.steps)
 
     @property

@@ -230,34 +230,32 @@ class Recipe(Section):
         """True if the drafter writes the texts of `on_policy` by itself, False: the target does."""
         return family_class(self.family).writes and getattr(self.drafter, "vocab", "same") == "same"
 
-    def training_for(self, steps: int | None) -> RunTraining:
-        """The training with the settings of a run of `steps` (None: not known): those that the
-        recipe names, one by one, and else those that its family has for such a run."""
-        family = family_class(self.family)
+    def preset_for(self, steps: int | None) -> str:
+        """The preset of a run of `steps` (None: not known), a key of PRESETS."""
         training = self.training
-        preset: dict[str, Any] = {key: RunTraining.model_fields[key].default for key in TUNED}
-        preset |= family.defaults.get("training", {})
-        published_rate = preset["learning_rate"]
-        joint = self.joint is not None and training.settings == "auto"
-        short = training.is_short(steps) and not joint
-        if short:
-            preset |= family.short_training
-        if short and preset["optimizer"] == "muon" and training.optimizer == "adamw":
-            preset["learning_rate"] = max(published_rate, SHORT_ADAMW_RATE)
-        tree = training.model_dump()
+        if training.preset != "auto":
+            return training.preset
+        short = training.is_short(steps) and self.joint is None
+        return "short" if short else "published"
+
+    def training_for(self, steps: int | None) -> RunTraining:
+        """The training of a run of `steps` (None: not known): of TUNED those values that the recipe
+        names, and for the others, one by one, the preset's."""
+        preset = self.preset_for(steps)
+        tree = self.training.model_dump()
         named = {key: value for key, value in tree.items() if key not in TUNED or value is not None}
-        settings = {"settings": "short" if short else "published"}
-        return RunTraining.model_validate(preset | named | settings)
+        values = preset_values(self.family, preset)
+        return RunTraining.model_validate(values | named | {"preset": preset})
 
     def for_steps(self, steps: int | None) -> Recipe:
-        """The recipe with the settings of a run of `steps` written out (None: not known)."""
+        """The recipe with the preset of a run of `steps` written out (None: not known)."""
         return self.model_copy(update={"training": self.training_for(steps)})
 
     def resolved(self) -> Recipe:
-        """The recipe with its settings written out, if its length is known before its data is:
+        """The recipe with its preset written out, if its length is known before its data is:
         stages have their own, and epochs are counted in rows."""
         training = self.training
-        counted = training.settings != "auto" or training.epochs is None
+        counted = training.preset != "auto" or training.epochs is None
         return self if self.stages or not counted else self.for_steps(training.steps)
 
     def stage(self, number: int) -> Recipe:
@@ -300,6 +298,21 @@ class Recipe(Section):
         return hashlib.sha256(canonical.encode()).hexdigest()
 
 
+def preset_values(family: str, preset: str) -> dict[str, Any]:
+    """The value of each of TUNED in a preset, a key of PRESETS, of a family."""
+    kind = family_class(family)
+    values: dict[str, Any] = {key: RunTraining.model_fields[key].default for key in TUNED}
+    published = kind.defaults.get("training", {})
+    values |= {key: value for key, value in published.items() if key in TUNED}
+    published_rate = values["learning_rate"]
+    if preset != "published":
+        values |= kind.short_training
+    if preset == "short_adamw" and values["optimizer"] == "muon":
+        rate = max(published_rate, SHORT_ADAMW_RATE)
+        values |= {"optimizer": "adamw", "learning_rate": rate}
+    return values
+
+
 def yaml_text(tree: Mapping[str, Any]) -> str:
     """A mapping of plain data as YAML 1.2, in its order."""
     return _dump(tree, flow=False, width=100)
@@ -337,7 +350,7 @@ def recipe_class(family: str = DEFAULT_FAMILY) -> type[Recipe]:
 
 
 def _section_defaults(defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """The published defaults of a family, without settings that depend on the length of a run."""
+    """The published defaults of a family, without those that a preset has."""
     training = {k: v for k, v in defaults.get("training", {}).items() if k not in TUNED}
     return {**defaults, "training": training}
 

@@ -73,13 +73,17 @@ class TargetSection(Section):
 BUDGETS = ("steps", "epochs", "max_minutes")  # of training; one of them at least
 
 
-# Published settings belong to some 10^5 steps: shorter runs take those of the family's
-# `short_training`. Either stand for the keys that the recipe leaves null, each by itself.
+# A preset has a value for each of TUNED, which stands where the recipe leaves the key null. What
+# papers publish belongs to some 10^5 steps; shorter runs take the family's `short_training`.
 SHORT_RUN = 20_000  # steps
+PRESETS = {
+    "published": "what the family's paper takes for some 10^5 steps",
+    "short": f"for runs of fewer than {SHORT_RUN:,} steps",
+    "short_adamw": f"for runs of fewer than {SHORT_RUN:,} steps without Muon",
+}
 SHORT_MINUTES = 24 * 60  # where a budget has no steps
-# AdamW's rate in a short run where the recipe has it take the matrices in Muon's place, unless the
-# published one is higher: amid the published ones, 1e-4 to 1e-3, and not measured. The rate of
-# `short_training` is for the weights that Muon leaves.
+# AdamW's rate in `short_adamw`, unless the published one is higher: amid the published ones, 1e-4
+# to 1e-3, and not measured. That of `short` is for the weights that Muon leaves.
 SHORT_ADAMW_RATE = 5e-4
 TUNED = ("optimizer", "learning_rate", "muon_learning_rate", "max_grad_norm", "warmup_ratio")
 
@@ -100,25 +104,26 @@ class TrainingSection(Section):
     global_batch_size: PositiveInt | None = None
     """rows per step over all processes; null: batch_size x processes x
     gradient_accumulation_steps"""
-    settings: Literal["auto", "short", "published"] = "auto"
-    """what stands for optimizer, learning_rate, muon_learning_rate, warmup_ratio and max_grad_norm
-    where they are null (--dry-run shows them); published: what the family's paper takes for some
-    10^5 steps; short: what suits few steps; auto: short below 20,000 steps, or 24 hours where there
-    are no steps, and published for a joint training"""
+    preset: Literal["auto", "published", "short", "short_adamw"] = "auto"
+    """the values of optimizer, learning_rate, muon_learning_rate, warmup_ratio and max_grad_norm,
+    each where that key is null (--dry-run shows them); published: what the family's paper takes for
+    some 10^5 steps; short: what suits few steps, Muon for most families; short_adamw: the same with
+    AdamW for all weights; auto: short below 20,000 steps, or 24 hours where there are no steps, and
+    published for a joint training"""
     optimizer: Literal["adamw", "muon"] | None = None
-    """muon: for the layers' matrices, AdamW for the rest, mostly fewer steps; adamw: for all; null:
-    see settings"""
+    """muon: for the layers' matrices, AdamW for the rest, mostly fewer steps; adamw: for all, and
+    preset: short_adamw has a rate for it; null: the preset's"""
     learning_rate: float | None = Field(None, gt=0, le=1)
-    """AdamW's peak learning rate; EAGLE-3's is 1e-4; null: see settings"""
+    """AdamW's peak learning rate; EAGLE-3's is 1e-4; null: the preset's"""
     muon_learning_rate: float | None = Field(None, gt=0, le=1)
-    """Muon's peak learning rate; same schedule; null: see settings"""
+    """Muon's peak learning rate; same schedule; null: the preset's"""
     weight_decay: float = Field(0.0, ge=0)
     """AdamW's decay; none, a head is small and trained briefly"""
     warmup_ratio: Share | None = None
-    """part of the run that warms the learning rate up; a cosine to zero after; null: see
-    settings"""
+    """part of the run that warms the learning rate up; a cosine to zero after; null: the
+    preset's"""
     max_grad_norm: float | None = Field(None, gt=0)
-    """gradient clipping; 0.5 in every EAGLE paper; null: see settings"""
+    """gradient clipping; 0.5 in every EAGLE paper; null: the preset's"""
     mixed_precision: Literal["auto", "bf16", "no"] = "auto"
     """autocast of the head; its weights are fp32; auto: bf16 where the device computes in it"""
     seed: int = Field(0, ge=0, le=MAX_SEED)
@@ -136,10 +141,8 @@ class TrainingSection(Section):
     """compute each depth again in the backward pass; for long rows"""
 
     def is_short(self, steps: int | None) -> bool:
-        """True if the settings are those of a short run. `steps`: of the run; None: not known, as
-        with a budget of minutes."""
-        if self.settings != "auto":
-            return self.settings == "short"
+        """True for a run that the published values are not for. `steps`: of the run; None: not
+        known, as with a budget of minutes."""
         if steps is not None:
             return steps < SHORT_RUN
         return self.max_minutes is not None and self.max_minutes < SHORT_MINUTES
@@ -147,8 +150,8 @@ class TrainingSection(Section):
     @model_validator(mode="before")
     @classmethod
     def _budget(cls, value: Any) -> Any:
-        if isinstance(value, dict) and value.get("settings") == "given":
-            value = {**value, "settings": "published"}  # in the recipe.yaml of runs of version 1.0
+        if isinstance(value, dict) and "settings" in value and "preset" not in value:
+            value = _with_preset(value)
         if isinstance(value, dict) and all(value.get(key) is None for key in BUDGETS):
             value = {**value, "epochs": 2.0}
         return value
@@ -162,9 +165,16 @@ class TrainingSection(Section):
         return self
 
 
+def _with_preset(section: dict[str, Any]) -> dict[str, Any]:
+    """The section under today's name of the key, which older recipes call `settings`."""
+    preset = "published" if section["settings"] == "given" else section["settings"]
+    rest = {key: value for key, value in section.items() if key != "settings"}
+    return {"preset": preset, **rest}
+
+
 class RunTraining(TrainingSection):
-    """The training of a run whose length is known: no setting is null. The defaults are published
-    for EAGLE-3, and stand for families that name no others."""
+    """The training of a run whose length is known: none of TUNED is null. The defaults are
+    published for EAGLE-3, and stand for families that name no others."""
 
     optimizer: Literal["adamw", "muon"] = "adamw"
     learning_rate: float = Field(1e-4, gt=0, le=1)
@@ -173,16 +183,16 @@ class RunTraining(TrainingSection):
     max_grad_norm: float = Field(0.5, gt=0)
 
     def describe(self) -> str:
-        """The settings, and why these."""
+        """The optimizer, its rates, and the preset that they are from, with the reason for it."""
         rates = f"AdamW at {self.learning_rate:g}"
         if self.optimizer == "muon":
             rates = f"Muon at {self.muon_learning_rate:g} for matrices, {rates} for the rest"
-        kind = "published for the family"
-        if self.settings == "short":
-            kind = f"of a short run (below {SHORT_RUN:,} steps)"
+        else:
+            rates += " for all weights"
         return (
-            f"{rates}, clipping {self.max_grad_norm:g}, warm-up {self.warmup_ratio:.1%}: those"
-            f" {kind}, where the recipe names no others (training.settings)"
+            f"{rates}, clipping {self.max_grad_norm:g}, warm-up {self.warmup_ratio:.1%}: preset"
+            f" {self.preset}, {PRESETS[self.preset]}, except for what the recipe names itself"
+            " (training.preset)"
         )
 
 

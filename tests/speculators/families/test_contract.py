@@ -141,7 +141,7 @@ def test_killed_and_started_again_ends_with_the_same_weights(
 ) -> None:
     def trainer(folder: str) -> Trainer:
         training = {"steps": 4, "batch_size": 2, "learning_rate": 1e-2, "save_every": 2}
-        training["settings"] = "published"
+        training["preset"] = "published"
         model = tiny_model(CASES[name].architecture)
         return trainer_of(CASES[name], model, tmp_path / folder, make_rows(16), training=training)
 

@@ -1,4 +1,4 @@
-"""What a recipe that says little gets: settings that suit the length of the run, a mask token."""
+"""What a recipe that says little gets: a preset that suits the length of the run, a mask token."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from draftsmith.speculators.registry import FAMILIES
 from draftsmith.train.pipeline.drafter_stage import make_drafter
 from draftsmith.train.recipe.drafter_config import default_mask_token, drafter_config
 from draftsmith.train.recipe.recipe import make_recipe
-from draftsmith.train.recipe.sections import SHORT_RUN
+from draftsmith.train.recipe.sections import PRESETS, SHORT_RUN, TUNED
 from tests.quickstart_data import DATA
 from tests.support.cases import CASES, make
 from tests.support.errors import raises_at
@@ -27,64 +27,70 @@ def recipe(family: str = "eagle3", **training):
 
 
 @pytest.mark.parametrize("family", ["eagle3", "mlp"])
-def test_settings_of_a_short_run_are_the_familys(family):
+def test_preset_of_a_short_run_is_short(family):
     published = recipe(family).training_for(SHORT_RUN)
     short = recipe(family).training_for(SHORT_RUN - 1)
-    assert (published.settings, short.settings) == ("published", "short")
+    assert (published.preset, short.preset) == ("published", "short")
     assert short.learning_rate > published.learning_rate
     assert (short.optimizer == "muon") == (family != "mlp")
 
 
-def test_settings_by_minutes_are_those_of_a_short_run():
+def test_preset_by_minutes_is_that_of_a_short_run():
     assert recipe(max_minutes=30).training_for(None).optimizer == "muon"
     assert recipe(max_minutes=3000).training_for(None).optimizer == "adamw"
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("steps", [100, SHORT_RUN])
-def test_settings_one_that_a_recipe_names_changes_no_other(family, steps):
+@pytest.mark.parametrize("preset", PRESETS)
+def test_preset_with_one_key_named_changes_in_that_key_alone(family, preset):
     alone = {
+        "optimizer": "adamw",
         "learning_rate": 0.003,
         "muon_learning_rate": 0.003,
         "max_grad_norm": 7.0,
         "warmup_ratio": 0.5,
     }
-    before = recipe(family, steps=steps).training.model_dump()
+    assert set(alone) == set(TUNED)
+    before = recipe(family, steps=9, preset=preset).training.model_dump()
     for key, value in alone.items():
-        assert recipe(family, steps=steps, **{key: value}).training.model_dump() == before | {
-            key: value
-        }
+        after = recipe(family, steps=9, preset=preset, **{key: value}).training.model_dump()
+        assert after == before | {key: value}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_settings_adamw_alone_in_a_short_run_has_a_rate_for_all_weights(family):
+def test_preset_short_adamw_has_a_rate_for_all_weights(family):
     """Neither Muon's nor that of the weights which Muon leaves."""
-    by_itself = recipe(family, steps=100).training
-    adamw = recipe(family, steps=100, optimizer="adamw").training
-    same = {"optimizer", "learning_rate"} if by_itself.optimizer == "muon" else set()
-    assert adamw.model_dump(exclude=same) == by_itself.model_dump(exclude=same)
-    published = recipe(family, steps=SHORT_RUN).training.learning_rate
-    assert published <= adamw.learning_rate <= by_itself.learning_rate
+    short = recipe(family, steps=100).training
+    adamw = recipe(family, steps=100, preset="short_adamw").training
+    published = recipe(family, steps=SHORT_RUN).training
+    assert adamw.optimizer == "adamw"
+    assert published.learning_rate <= adamw.learning_rate <= short.learning_rate
 
 
-def test_settings_are_written_out_where_the_length_is_known():
+def test_preset_under_its_older_name_is_the_same():
+    older = {"given": "published", "published": "published", "short": "short", "auto": "short"}
+    for settings, preset in older.items():
+        assert recipe(steps=9, settings=settings) == recipe(steps=9, preset=preset)
+
+
+def test_presets_are_written_out_where_the_length_is_known():
     """Steps or minutes; of epochs the rows are counted first, and stages have lengths of their
     own."""
     stages = [{"name": "a", "training": {"steps": 5}}, {"name": "b"}]
     staged = recipe_of("eagle3", training={"steps": SHORT_RUN}, stages=stages)
-    assert recipe(steps=100).training.settings == "short"
+    assert recipe(steps=100).training.preset == "short"
     assert recipe(epochs=1.0).training.learning_rate is None
     assert staged.training.learning_rate is None
     (_, short), (_, long) = staged.training_stages()
-    assert (short.training.settings, long.training.settings) == ("short", "published")
+    assert (short.training.preset, long.training.preset) == ("short", "published")
     for source in (recipe(steps=100), recipe(epochs=1.0), staged):
         again = make_recipe(source.model_dump(mode="json"))
         assert again == source and again.training_for(100) == source.training_for(100)
 
 
-def test_settings_of_a_joint_training_are_published():
+def test_preset_of_a_joint_training_is_published():
     joint = recipe_of("medusa", training={"steps": 5}, joint={})
-    assert joint.training.settings == "published" and joint.training.optimizer == "adamw"
+    assert joint.training.preset == "published" and joint.training.optimizer == "adamw"
 
 
 def test_mask_token_is_a_special_token_that_no_conversation_has(tmp_path, caplog):
