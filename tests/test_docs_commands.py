@@ -17,26 +17,10 @@ import typer
 from draftsmith.inference.entrypoints.speculative_config import parse_speculative_config
 from draftsmith.inference.entrypoints.vllm_options import read_speculative_config
 from draftsmith.train.cli import app
+from tests.support.docs_commands import commands
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-BLOCK = re.compile(r"^( *)```bash\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
-
-
-def commands(page: Path) -> list[str]:
-    """The commands of a page's bash blocks, a line each, without comments."""
-    lines = []
-    for _, block in BLOCK.findall(page.read_text(encoding="utf-8")):
-        line = ""
-        for part in block.replace("\\\n", " ").splitlines():
-            line += f" {part}"
-            try:
-                words = shlex.split(line, comments=True)
-            except ValueError:  # a quotation goes on in the next line
-                continue
-            lines += [shlex.join(words)] if words else []
-            line = ""
-    return lines
 
 
 CASES = sorted({(page.relative_to(ROOT).as_posix(), c) for page in PAGES for c in commands(page)})

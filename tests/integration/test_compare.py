@@ -18,8 +18,6 @@ from draftsmith.train.recipe.recipe import yaml_text
 from tests.support.errors import raises_at
 from tests.support.forked import interpreter
 
-from .test_pipeline import recipe, tiny_target  # noqa: F401 (fixtures)
-
 
 @pytest.fixture
 def recipes(recipe, tmp_path) -> list[Path]:

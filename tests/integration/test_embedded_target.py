@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from draftsmith.inference import LLM, SamplingParams
-from tests.quickstart_data import rows
+from tests.support.quickstart_data import rows
 
 TARGET = Path(__file__).resolve().parents[2] / "recipes" / "quickstart" / "target"
 

@@ -16,7 +16,6 @@ from torch.testing import assert_close
 from draftsmith.train.recipe.load import read
 from draftsmith.train.recipe.recipe import yaml_text
 from draftsmith.train.trainer import checkpoint
-from tests.integration.test_pipeline import recipe, tiny_target  # noqa: F401
 from tests.support.forked import PythonProcess, free_port, interpreter
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -75,7 +74,7 @@ def assert_same(one: Path, other: Path) -> None:
 
 @pytest.fixture
 def short_recipe(recipe: Path) -> Path:
-    """Of test_pipeline, with a global batch, in float32."""
+    """The recipe with a global batch, in float32."""
     tree = read(recipe)
     tree |= {
         "training": {

@@ -21,60 +21,15 @@ from draftsmith.speculators.export import read_drafter_config
 from draftsmith.speculators.target.frozen_target import FrozenTarget
 from draftsmith.train.commands.runs import cache_features
 from draftsmith.train.pipeline.run import run
-from draftsmith.train.recipe.recipe import yaml_text
 from draftsmith.train.trainer import checkpoint
 from draftsmith.train.trainer.joint_target import cross_entropy
-from tests.quickstart_data import source as quickstart
 from tests.support.forked import interpreter
 from tests.support.models import make_tiny_model
 from tests.support.quantised import save_quantised
 from tests.support.tokenizers import byte_level
 from tests.support.training import assert_equal
 
-QUICKSTART = Path(__file__).resolve().parents[2] / "recipes" / "quickstart"
 SHORT = ["evaluation.lossless_check=false", "evaluation.repeats=0"]
-
-
-@pytest.fixture(scope="module")
-def tiny_target(tmp_path_factory):
-    """A random model of 4 layers with the embedded target's tokenizer, saved as a user's would
-    be."""
-    folder = tmp_path_factory.mktemp("target")
-    make_tiny_model(
-        "qwen3", vocab_size=4096, num_hidden_layers=4, eos_token_id=2, max_position_embeddings=512
-    ).save_pretrained(folder)
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        shutil.copy(QUICKSTART / "target" / name, folder / name)
-    return folder
-
-
-@pytest.fixture
-def recipe(tiny_target, tmp_path):
-    source = quickstart("train", 12)
-    content = {
-        "name": "tiny",
-        "output_dir": str(tmp_path / "run"),
-        "target": {"model": str(tiny_target)},
-        "drafter": {"unroll_steps": 3, "draft_vocab_size": 256, "tap_layers": [1, 2, 3]},
-        "data": {
-            "train": [source, quickstart("code-train", 3)],
-            "validation": [quickstart("validation", 6)],
-            "max_length": 256,
-        },
-        "regenerate": {"max_new_tokens": 12, "batch_size": 8},
-        "training": {"steps": 4, "batch_size": 2, "eval_every": 2},
-        "evaluation": {
-            "prompts": [quickstart("test", 3)],
-            "prompts_per_workload": 1,
-            "max_tokens": 8,
-            "repeats": 1,
-            "num_speculative_tokens": 2,
-        },
-        "trackers": ["tensorboard"],
-    }
-    path = tmp_path / "recipe.yaml"
-    path.write_text(yaml_text(content))
-    return path
 
 
 def weights(out: Path) -> dict[str, torch.Tensor]:

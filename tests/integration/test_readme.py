@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.docs_commands import commands
 from tests.support.engines import drafting_llm
 from tests.support.newcomer import (
     MODEL,
@@ -22,7 +23,6 @@ from tests.support.newcomer import (
     run,
 )
 from tests.support.tokenizers import byte_tokenizer
-from tests.test_docs_commands import commands
 
 HEAD = ROOT / "runs" / "quickstart" / "eagle3" / "export"
 BLOCKS = re.findall(r"```python\n(.*?)```", README.read_text("utf-8"), re.DOTALL)

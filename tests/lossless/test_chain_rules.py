@@ -11,7 +11,7 @@ import torch
 
 from draftsmith.inference.spec_decode.proposal import Proposal
 from draftsmith.inference.spec_decode.verification.chain_rules import RULES, verify
-from tests.lossless.enumeration import (
+from tests.support.enumeration import (
     LOSSLESS,
     VOCAB,
     World,

@@ -14,14 +14,18 @@ from draftsmith.inference.sampling.sampler import batch_probabilities, inverse_c
 from draftsmith.inference.spec_decode.costs import RoundCosts
 from draftsmith.inference.spec_decode.draft_length import (
     Acceptance,
-    AdaptiveDraftLength,
     DraftLength,
     RoundPlan,
 )
 from draftsmith.inference.spec_decode.proposal import Proposal
 from draftsmith.inference.spec_decode.proposers import head
 from draftsmith.speculators.drafter import DraftLogits
-from tests.lossless.enumeration import (
+from tests.support.cases import make
+from tests.support.chi2 import FAMILY_ALPHA, assert_joint_fits, target_joint
+from tests.support.draft_lengths import BLOCKS, MARKOV, K, adaptive, stop_early
+from tests.support.drafters import FakeHead
+from tests.support.engines import make_llm
+from tests.support.enumeration import (
     LOSSLESS,
     World,
     assert_lossless,
@@ -29,20 +33,10 @@ from tests.lossless.enumeration import (
     enumerate_rule,
     random_table,
 )
-from tests.support.cases import Case, make
-from tests.support.chi2 import FAMILY_ALPHA, assert_joint_fits, target_joint
-from tests.support.drafters import FakeHead
-from tests.support.engines import make_llm
 
-K, VOCAB, WRITTEN = 3, 4, 4
+VOCAB, WRITTEN = 4, 4
 PROMPT = [1, 2, 3, 1, 2, 3, 0, 1]
-CHEAP = {"verify": [10, 10.5, 11, 11.5], "draft": [0.3, 0.6, 0.9]}
 STEEP = {"verify": [10, 11.5, 13, 14.5], "draft": [0.3, 0.6, 0.9]}
-DEAR = {"verify": [10, 13, 16, 19], "draft": [1, 2, 3]}
-
-
-def adaptive(costs) -> AdaptiveDraftLength:
-    return AdaptiveDraftLength(K, costs)
 
 
 def plan_of(costs, rows: int = 1) -> RoundPlan:
@@ -136,16 +130,6 @@ def after_prompt(model) -> torch.Tensor:
     return model(torch.tensor([[*PROMPT, token] for token in range(VOCAB)])).logits[:, -1]
 
 
-BLOCK = {"num_layers": 1, "block_size": 4, "mask_token_id": 2}  # three drafts of a block
-MARKOV = {**BLOCK, "markov_rank": 8, "sample_from_anchor": False}
-SELECTOR = {**BLOCK, "conv_group_size": 8, "selector_rank": 4, "selector_top_k": 3}
-BLOCKS = {
-    "dspark": Case("dspark", MARKOV, taps=(1, 2)),
-    "dflash": Case("dflash", BLOCK, taps=(1, 2)),
-    "dflash2": Case("dflash2", SELECTOR, taps=(1, 2)),
-}
-
-
 @torch.no_grad()
 def follow_the_prompt(drafter, model) -> None:
     """Drafts much as the target goes on after PROMPT and the token before; with a Markov head only
@@ -158,12 +142,6 @@ def follow_the_prompt(drafter, model) -> None:
     markov.markov_w2.weight[:, :VOCAB] = (0.9 * after_prompt(model) * (2 * good[:, None] - 1)).T
     drafter.confidence_head.proj.weight.zero_()
     drafter.confidence_head.proj.weight[0, -rank:][:VOCAB] = 3 * good - 1.5
-
-
-def stop_early(monkeypatch, early: bool) -> None:
-    """Whether lengths are chosen before each draw, as on a CPU, or after drafting, as on a GPU."""
-    early_or_not = property(lambda self: early, lambda self, _: None)
-    monkeypatch.setattr(head.HeadProposer, "stops_early", early_or_not, raising=False)
 
 
 def write(family: str, length: DraftLength, model, samples=500, rows=1) -> LLM:

@@ -22,8 +22,8 @@ from draftsmith.inference.spec_decode.tree_attention import ancestors
 from draftsmith.inference.spec_decode.verification import chain_rules, rejection_sampler, tree_rules
 from draftsmith.inference.spec_decode.verification.chain_rules import RULES, Verdict
 from draftsmith.speculators.vocab.draft_vocab import scatter_to_target
-from tests.lossless.configurations import Configuration
-from tests.lossless.enumeration import (
+from tests.support.configurations import Configuration
+from tests.support.enumeration import (
     VOCAB,
     Table,
     World,
@@ -32,7 +32,7 @@ from tests.lossless.enumeration import (
     one_hot,
     random_table,
 )
-from tests.lossless.markov import (
+from tests.support.markov import (
     CLASSES,
     WIDTH,
     Chains,
@@ -40,7 +40,7 @@ from tests.lossless.markov import (
     assert_written_by_target,
     make_world,
 )
-from tests.lossless.test_matrix import check_greedy, check_sampled
+from tests.support.matrix import check_greedy, check_sampled
 
 DRAFTER = "draftsmith.inference.spec_decode.proposers.head"
 CACHE = "draftsmith.inference.kv_cache.ragged_cache.RaggedCache"

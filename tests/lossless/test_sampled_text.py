@@ -14,8 +14,8 @@ from draftsmith.inference.sampling_params import SamplingParams
 from draftsmith.inference.spec_decode.proposal import Proposal
 from draftsmith.inference.spec_decode.verification.rejection_sampler import verify_and_sample
 from draftsmith.speculators.errors import ConfigError, DraftsmithError
-from tests.lossless.markov import CASES, TREES, Chains, Trees, assert_written_by_target, make_world
 from tests.support.drafters import draw
+from tests.support.markov import CASES, TREES, Chains, Trees, assert_written_by_target, make_world
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import torch
 from draftsmith.inference.spec_decode.proposal import Proposal
 from draftsmith.inference.spec_decode.verification.rejection_sampler import rule_for
 from draftsmith.speculators.errors import ConfigError
-from tests.lossless.enumeration import (
+from tests.support.enumeration import (
     LOSSLESS,
     VOCAB,
     World,

@@ -12,7 +12,7 @@ import pytest
 
 from scripts.get_smollm2 import FOLDER
 from scripts.get_smollm2 import main as fetch
-from tests.vllm.conftest import (  # noqa: F401 (fixtures)
+from tests.support.vllm import (  # noqa: F401 (fixtures)
     plain_in_vllm,
     same_as_ours,
     serve,

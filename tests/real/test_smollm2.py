@@ -17,7 +17,7 @@ from draftsmith.inference.spec_decode.proposers.methods import TRAINING_FREE
 from draftsmith.train.data.loss_mask import ConversationTokenizer
 from draftsmith.train.data.sources import parse_row
 from draftsmith.train.pipeline.run import run
-from tests.vllm.conftest import with_head
+from tests.support.vllm import with_head
 
 pytestmark = [pytest.mark.slow, pytest.mark.integration]
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"

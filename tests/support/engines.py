@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from draftsmith.inference import LLM
+from draftsmith.inference import LLM, SamplingParams
 from draftsmith.inference.engine_options import EngineOptions
 from draftsmith.inference.entrypoints.speculative_config import parse_speculative_config
 from tests.support.drafters import TREES, FakeHead, StubProposer, random_eagle3
@@ -65,3 +65,14 @@ def drafting_llm(kind: str, model: Any, texts: dict | None = None, **options: An
 def ids_of(outputs) -> list[list[int]]:
     """The tokens of the first response of each output."""
     return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def same_text(llm: LLM, prompts: Any, tokens: int = 21) -> LLM:
+    """The LLM, which has written greedily, with drafting on, what it writes with drafting off."""
+    params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+    off = llm.generate(prompts, params, False, speculate=False)
+    llm.reset_metrics()
+    on = llm.generate(prompts, params, False)
+    assert ids_of(on) == ids_of(off)
+    assert llm.get_metrics().num_drafts > 0
+    return llm

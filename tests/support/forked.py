@@ -30,7 +30,7 @@ CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
     [
         "tests.support.forked",
-        "tests.train.worlds",
+        "tests.support.worlds",
         "tests.support.models",
         "draftsmith.train.cli",
         "draftsmith.train.pipeline.run",

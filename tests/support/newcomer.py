@@ -16,7 +16,7 @@ from pathlib import Path
 from typer.testing import CliRunner
 
 from draftsmith.train.cli import app
-from tests.test_docs_commands import commands
+from tests.support.docs_commands import commands
 
 ROOT = Path(__file__).resolve().parents[2]
 README, TUTORIAL = ROOT / "README.md", ROOT / "docs" / "tutorial.md"

@@ -10,8 +10,8 @@ from pathlib import Path
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
-from tests.quickstart_data import DATA
 from tests.support.models import make_tiny_model
+from tests.support.quickstart_data import DATA
 
 TOKENIZER = DATA.parent / "target"
 

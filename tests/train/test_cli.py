@@ -28,67 +28,13 @@ from draftsmith.train.cli import app
 from draftsmith.train.pipeline.evaluate_again import evaluate_run
 from draftsmith.train.recipe.drafter_config import drafter_config
 from draftsmith.train.recipe.load import load_recipe
-from draftsmith.train.recipe.recipe import describe_schema, yaml_text
+from draftsmith.train.recipe.recipe import describe_schema
 from draftsmith.train.trainer import checkpoint
-from tests.quickstart_data import source as quickstart
+from tests.support.cli import call, refused
 from tests.support.errors import raises_at
 from tests.support.targets import save_target
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def call(*arguments: object) -> tuple[int, str]:
-    """Exit code and everything printed."""
-    result = CliRunner().invoke(
-        app, [str(argument) for argument in arguments], env={"COLUMNS": "200"}
-    )
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result.exit_code, result.output
-
-
-def refused(*arguments: object) -> str:
-    """The message of a command that a user can mend: exit code 2, one paragraph, no traceback."""
-    code, output = call(*arguments)
-    assert code == 2, output
-    assert "Traceback" not in output
-    assert "\n\n" not in output.strip()
-    return output
-
-
-@pytest.fixture(scope="module")
-def target_folder(tmp_path_factory) -> Path:
-    return save_target(tmp_path_factory.mktemp("target"))
-
-
-@pytest.fixture
-def recipe_file(tmp_path, target_folder) -> Path:
-    path = tmp_path / "tiny.yaml"
-    recipe = {
-        "name": "tiny",
-        "output_dir": str(tmp_path / "run"),
-        "target": {"model": str(target_folder)},
-        "drafter": {"draft_vocab_size": 64, "unroll_steps": 3},
-        "data": {
-            "train": [quickstart("train", 30)],
-            "validation": [quickstart("validation", 6)],
-            "max_length": 256,
-        },
-        "training": {"steps": 10, "batch_size": 2},
-        "gates": {"t0.acceptance_length": {"min": 3.0}},
-    }
-    path.write_text(yaml_text(recipe))
-    return path
-
-
-@pytest.fixture
-def drafter_folder(tmp_path, target_folder) -> Path:
-    target = FrozenTarget.from_pretrained(str(target_folder))
-    torch.manual_seed(0)
-    drafter = family_class("eagle3")(
-        config_for_target(target, "eagle3", draft_vocab_size=64)
-    ).attach(target)
-    return export_drafter(drafter, tmp_path / "drafter", dtype=torch.float32)
 
 
 # ------------------------------------------------------------------ starting and failing

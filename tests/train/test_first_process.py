@@ -27,7 +27,7 @@ from draftsmith.train.processes import (
 )
 from tests.support.errors import raises_at
 from tests.support.training import recipe_of
-from tests.train.worlds import Scenario, in_worlds
+from tests.support.worlds import Scenario, in_worlds
 
 
 def pulse(folder: Path, process: int, silence: float) -> Pulse:

@@ -27,14 +27,9 @@ from draftsmith.train.pipeline.export_stage import reexport
 from draftsmith.train.pipeline.run import run
 from draftsmith.train.recipe.load import read
 from draftsmith.train.recipe.recipe import yaml_text
-from tests.quickstart_data import source as quickstart
+from tests.support.cli import call
 from tests.support.errors import raises_at
-from tests.train.test_cli import (  # noqa: F401 (fixtures)
-    call,
-    drafter_folder,
-    recipe_file,
-    target_folder,
-)
+from tests.support.quickstart_data import source as quickstart
 
 TARGET, HEAD = "org/target", "org/head"
 

@@ -13,7 +13,7 @@ from draftsmith.speculators.target.frozen_target import FrozenTarget
 from tests.support import cases
 from tests.support.cases import student
 from tests.support.tokenizers import byte_level
-from tests.vllm.conftest import PROMPTS, WRITTEN, some_accepted
+from tests.support.vllm import PROMPTS, WRITTEN, some_accepted
 
 SIZES = {"vocab_size": 128, "hidden_size": 128, "ffn_dim": 96, "word_embed_proj_dim": 128}
 ENDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}

@@ -14,8 +14,8 @@ from draftsmith.inference.vllm_bridge.vllm_engine import VllmOptions
 from draftsmith.speculators.export import export_drafter
 from draftsmith.speculators.target.frozen_target import FrozenTarget
 from tests.support.tokenizers import byte_level
-from tests.vllm.conftest import PROMPTS
-from tests.vllm.test_families_in_vllm import BLOCK, FITTED, LEAST_SQUARES, trained
+from tests.support.vllm import PROMPTS
+from tests.support.vllm_heads import BLOCK, FITTED, LEAST_SQUARES, trained
 
 K = 3
 SETTINGS = EvaluationSettings(

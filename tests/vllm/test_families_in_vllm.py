@@ -13,13 +13,11 @@ from safetensors.torch import load_file, save_file
 from draftsmith.speculators.export import export_drafter
 from draftsmith.speculators.export.convert import write_back
 from draftsmith.speculators.export.layouts.base import WEIGHTS
-from draftsmith.speculators.registry import config_for_target, family_class
 from draftsmith.speculators.target.frozen_target import FrozenTarget
-from draftsmith.speculators.vocab.draft_vocab import to_draft_ids
-from tests.vllm.conftest import some_accepted, with_head
+from tests.support.vllm import some_accepted, with_head
+from tests.support.vllm_heads import BLOCK, DEPTHS, FITTED, LEAST_SQUARES, trained
 
 TAPS = (1, 2, 3)
-FITTED = {"norm_before_residual": True, "num_key_value_heads": 4}
 LLAMA3 = {  # every frequency is in one of its three bands, at any length
     "rope_type": "llama3",
     "rope_theta": 10000.0,
@@ -29,9 +27,6 @@ LLAMA3 = {  # every frequency is in one of its three bands, at any length
     "original_max_position_embeddings": 64,
 }
 SCALED = ("llama", {"rope_parameters": LLAMA3})
-LEAST_SQUARES = {"init": "least_squares"}
-BLOCK = {"block_size": 4, "mask_token_id": 3}
-DEPTHS = {"num_depths": 3, "mask_token_id": 3}
 READS_TAPS = ("eagle3", "peagle", "dflash")
 # Queries share keys and values two by two, in the targets and where a case says nothing else.
 Target = tuple[str, dict[str, Any]]
@@ -72,26 +67,6 @@ CASES: dict[str, tuple[str, Target, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def trained(
-    family: str, target: FrozenTarget, features: list[Any], shape: dict, options: dict
-) -> Any:
-    """A head trained on the very texts for a few steps, so that some drafts are accepted and some
-    are not."""
-    cls = family_class(family)
-    torch.manual_seed(0)
-    config = config_for_target(target, family, tap_layers=target.tap_layers or None, **shape)
-    drafter = cls(config).attach(target)
-    if drafter.draft_to_target is not None:
-        drafter.draft_to_target.copy_(torch.arange(96) + 16)
-    known = {key: value for key, value in shape.items() if key in cls.options.model_fields}
-    chosen = cls.options.model_validate(known | options)
-    drafter.initialise_from(target, chosen, features if drafter.start_terms(chosen) else None)
-    # a block knows nothing at first, and several layers learn a text by heart
-    steps = 80 // drafter.config.num_layers if family == "dflash" else 12
-    _train(target, drafter, features, steps)
-    return drafter.eval()
-
-
 @pytest.mark.parametrize(
     ("family", "architecture", "shape", "options"), CASES.values(), ids=CASES.keys()
 )
@@ -127,19 +102,3 @@ def test_mtp_inside_its_target_drafts_the_same(
     served = write_back(head, whole, tmp_path / "served")
     config = {"method": "mtp", "num_speculative_tokens": 3}
     assert some_accepted(same_as_ours(served, config, with_head(model, head, 3)))
-
-
-def _train(target: FrozenTarget, drafter: Any, features: list[Any], steps: int) -> None:
-    """Cross-entropy on what the target wrote, over three depths."""
-    optimizer = torch.optim.AdamW(drafter.trainable_parameters(), lr=3e-3)
-    ids = drafter.draft_to_target
-    for step in range(steps):
-        f, loss = features[step % len(features)], torch.zeros(())
-        for depth in drafter.unroll(f, 3):
-            labels = f.input_ids.flatten()[depth.target_index + 1]
-            labels = to_draft_ids(labels, ids)  # -1: not in its vocabulary
-            logits = drafter.head(depth.hidden, depth.depth)
-            loss = loss + torch.nn.functional.cross_entropy(logits, labels, ignore_index=-1)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()

@@ -25,10 +25,10 @@ from draftsmith.train.recipe.data_sections import EndpointSection
 from draftsmith.train.recipe.endpoints import EndpointError
 from draftsmith.train.recipe.sections import FeaturesSection
 from draftsmith.train.trainer.trainer import ERROR, EXPECTED
-from tests.quickstart_data import source as quickstart
 from tests.support.errors import raises_at
+from tests.support.quickstart_data import source as quickstart
 from tests.support.training import recipe_of
-from tests.vllm.conftest import PROMPTS
+from tests.support.vllm import PROMPTS
 
 TARGET = str(Path(__file__).resolve().parents[2] / "recipes" / "quickstart" / "target")
 TAPS = (2, 8)

@@ -18,8 +18,8 @@ from draftsmith.speculators.export.inspection import inspect_folder
 from draftsmith.speculators.export.serving_commands import serving, vllm_method
 from draftsmith.speculators.target.frozen_target import FrozenTarget
 from tests.support.cases import Case, make
-from tests.vllm.conftest import PROMPTS
-from tests.vllm.test_families_in_vllm import BLOCK, DEPTHS, FITTED, LEAST_SQUARES, trained
+from tests.support.vllm import PROMPTS
+from tests.support.vllm_heads import BLOCK, DEPTHS, FITTED, LEAST_SQUARES, trained
 
 SHAPE = {**FITTED, "draft_vocab_size": 96}
 

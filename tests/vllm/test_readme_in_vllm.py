@@ -10,6 +10,7 @@ import urllib.request
 
 import pytest
 
+from tests.support.docs_commands import commands
 from tests.support.newcomer import (
     MODEL,
     README,
@@ -20,9 +21,8 @@ from tests.support.newcomer import (
     own_commands,
     run,
 )
-from tests.test_docs_commands import commands
-from tests.vllm.conftest import _wait_for
-from tests.vllm.serve import SETTINGS
+from tests.support.serve_in_vllm import SETTINGS
+from tests.support.vllm import wait_for
 
 # vLLM's package for CPUs lacks what its command `vllm` reads of its own version.
 VLLM = """#!/bin/sh
@@ -66,7 +66,7 @@ def start(newcomer):
                 stderr=subprocess.STDOUT,
             )
         running.append(process)
-        _wait_for(f"http://127.0.0.1:{PORT}/health", process, log)
+        wait_for(f"http://127.0.0.1:{PORT}/health", process, log)
         return f"http://127.0.0.1:{PORT}"
 
     yield start

@@ -20,7 +20,7 @@ from draftsmith.inference.requests.request import Request
 from draftsmith.inference.spec_decode.proposers.ngram import NgramIndex
 from draftsmith.inference.vllm_bridge.vllm_engine import VllmError
 from tests.support.engines import proposer_of
-from tests.vllm.conftest import PROMPTS, WRITTEN, rounds
+from tests.support.vllm import PROMPTS, WRITTEN, rounds
 
 SIZE = 2  # of the matches of ngram
 NGRAM = {"method": "ngram", "prompt_lookup_min": SIZE, "prompt_lookup_max": SIZE}

@@ -13,10 +13,10 @@ from draftsmith.inference import LLM, SamplingParams
 from draftsmith.inference.entrypoints.prompts import Prompt
 from draftsmith.inference.spec_decode.draft_length import AdaptiveDraftLength
 from draftsmith.inference.spec_decode.tree_shape import DynamicTree, StaticTree
-from tests.lossless.configurations import FAMILIES
-from tests.speculators.families.draft_model.test_draft_model_vocabulary import other_tokens
 from tests.support.cases import make
+from tests.support.configurations import FAMILIES
 from tests.support.engines import drafting_llm, make_llm
+from tests.support.other_tokenizers import other_tokens
 
 K, VOCAB, EOS = 3, 260, 257
 STATIC = StaticTree.parse([(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)])

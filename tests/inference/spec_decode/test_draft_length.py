@@ -24,8 +24,8 @@ from draftsmith.inference.spec_decode.draft_length import (
 from draftsmith.inference.spec_decode.proposal import Proposal
 from draftsmith.inference.spec_decode.proposers.base import Proposer
 from draftsmith.speculators.errors import ConfigError
-from tests.lossless.test_draft_lengths import BLOCKS, CHEAP, DEAR, K, adaptive, stop_early
 from tests.support.cases import make
+from tests.support.draft_lengths import BLOCKS, CHEAP, DEAR, K, adaptive, stop_early
 from tests.support.drafters import FakeHead, random_eagle3
 from tests.support.engines import drafting_llm, ids_of, make_llm, proposer_of
 

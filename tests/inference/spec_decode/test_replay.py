@@ -11,7 +11,7 @@ import torch
 from draftsmith.inference.spec_decode.proposal import Proposal
 from draftsmith.inference.spec_decode.replay import ReplayResult, replay
 from draftsmith.inference.spec_decode.verification.chain_rules import verify
-from tests.lossless.enumeration import residuals
+from tests.support.enumeration import residuals
 
 
 class Toy:

@@ -15,8 +15,8 @@ from draftsmith.speculators.families.eagle3 import Eagle3
 from draftsmith.speculators.families.least_squares import reduced_rank, ridge
 from draftsmith.speculators.registry import config_for_target, family_class
 from draftsmith.speculators.target.frozen_target import FrozenTarget, TargetFeatures
-from tests.quickstart_data import rows
 from tests.support.errors import raises_at
+from tests.support.quickstart_data import rows
 
 TARGET = Path(__file__).resolve().parents[3] / "recipes" / "quickstart" / "target"
 pytestmark = pytest.mark.slow

@@ -18,7 +18,7 @@ from draftsmith.speculators.target.frozen_target import FrozenTarget
 from draftsmith.speculators.target.sharding import is_sharded, read_sharded
 from draftsmith.train.trainer.parallel import target_mesh
 from tests.support.models import make_tiny_model
-from tests.train.worlds import Scenario, in_worlds
+from tests.support.worlds import Scenario, in_worlds
 
 # Tied tables, soft caps and windows, experts that are packed when they are read, layers of two
 # kinds, recurrent layers whose states are rolled back, a language model beside a vision tower.

@@ -17,9 +17,9 @@ from draftsmith.train.planner.devices import this_cpu
 from draftsmith.train.planner.plan import make_plan
 from draftsmith.train.recipe.load import load_recipe
 from draftsmith.train.recipe.recipe import make_recipe
-from tests.quickstart_data import source
+from tests.support.cli import call, refused
+from tests.support.quickstart_data import source
 from tests.support.targets import TOKENIZER
-from tests.train.test_cli import call, refused
 
 THINKING = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "

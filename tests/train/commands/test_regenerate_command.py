@@ -14,10 +14,10 @@ import pytest
 from draftsmith.inference import LLM
 from draftsmith.train.commands.options import parse_part
 from draftsmith.train.recipe.recipe import yaml_text
-from tests.quickstart_data import source as quickstart
+from tests.support.cli import call, refused
 from tests.support.forked import PythonProcess
+from tests.support.quickstart_data import source as quickstart
 from tests.support.targets import save_target
-from tests.train.test_cli import call, refused
 
 
 @pytest.fixture

@@ -14,10 +14,10 @@ from draftsmith.train.data.packing import prepare_rows
 from draftsmith.train.data.prepare import bad_rows, training_examples
 from draftsmith.train.recipe.load import load_recipe
 from draftsmith.train.recipe.recipe import yaml_text
-from tests.quickstart_data import source as quickstart
+from tests.support.cli import call, refused
 from tests.support.damaged_conversations import BAD, WHOLE
+from tests.support.quickstart_data import source as quickstart
 from tests.support.targets import TOKENIZER
-from tests.train.test_cli import call, refused
 
 
 @pytest.fixture

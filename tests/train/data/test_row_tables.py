@@ -32,7 +32,7 @@ from draftsmith.train.pipeline.data_stage import DataStage
 from draftsmith.train.recipe.load import load_recipe
 from draftsmith.train.recipe.recipe import yaml_text
 from draftsmith.train.trainer.checkpoint import hash_rows
-from tests.quickstart_data import source as quickstart
+from tests.support.quickstart_data import source as quickstart
 from tests.support.targets import TOKENIZER, save_target
 from tests.support.training import make_rows
 

@@ -18,9 +18,9 @@ from draftsmith.train.data.template_date import FILE, run_date
 from draftsmith.train.pipeline.data_stage import DataStage
 from draftsmith.train.recipe.load import load_recipe
 from draftsmith.train.recipe.recipe import yaml_text
+from tests.support.cli import call
 from tests.support.errors import raises_at
 from tests.support.targets import TOKENIZER, save_target
-from tests.train.test_cli import call
 
 DAY = datetime(2001, 2, 3, 4, 5, 6)
 PLAIN = (TOKENIZER / "chat_template.jinja").read_text()

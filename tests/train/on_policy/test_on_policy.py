@@ -12,7 +12,7 @@ from accelerate.utils import gather_object
 from draftsmith.train.on_policy.refresh import FOLDER
 from tests.support.models import make_tiny_model
 from tests.support.training import assert_equal, cut_off, make_recipe, make_trainer, weights
-from tests.train.worlds import Scenario, in_worlds
+from tests.support.worlds import Scenario, in_worlds
 
 
 @pytest.mark.slow

@@ -14,10 +14,10 @@ from draftsmith.train.pipeline import acceptance_stage
 from draftsmith.train.pipeline.acceptance_stage import engines_of, gate_bounds
 from draftsmith.train.pipeline.run import run
 from draftsmith.train.pipeline.run_target import require_abilities
-from tests.quickstart_data import source as quickstart
+from tests.support.cli import refused
 from tests.support.errors import raises_at
+from tests.support.quickstart_data import source as quickstart
 from tests.support.training import recipe_of
-from tests.train.test_cli import refused
 
 SOURCES = [quickstart("test", 2)]
 BOTH = {"engines": ["draftsmith", "vllm"]}

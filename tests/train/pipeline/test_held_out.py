@@ -21,7 +21,7 @@ from tests.support.cases import Case, make
 from tests.support.engines import make_llm
 from tests.support.models import make_tiny_model
 from tests.support.training import recipe_of
-from tests.train.worlds import Scenario, in_worlds
+from tests.support.worlds import Scenario, in_worlds
 
 
 def recipe(**sections):

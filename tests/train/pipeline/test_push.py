@@ -26,14 +26,14 @@ from draftsmith.train.pipeline.acceptance_stage import accept
 from draftsmith.train.pipeline.publish import PushOptions, push, push_run, stage
 from draftsmith.train.recipe.load import load_recipe
 from draftsmith.train.recipe.recipe import yaml_text
-from tests.speculators.families.draft_model.test_draft_model_vocabulary import (  # noqa: F401 (fixtures)
+from tests.support.cli import call
+from tests.support.errors import raises_at
+from tests.support.other_tokenizers import (  # noqa: F401 (fixtures)
     draft_folder,
     drafting,
     target_folder,
 )
-from tests.support.errors import raises_at
 from tests.support.runs import tiny_run
-from tests.train.test_cli import call
 
 REPO = "org/head"
 TOKEN = "hf_secret9876543210"

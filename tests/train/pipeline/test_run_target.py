@@ -24,12 +24,12 @@ from draftsmith.train.pipeline.run import train
 from draftsmith.train.pipeline.run_target import load_target
 from draftsmith.train.recipe.recipe import Recipe
 from draftsmith.train.trainer.trainer import EXPECTED, Trainer
-from tests.quickstart_data import source as quickstart
 from tests.support.models import make_tiny_model
 from tests.support.quantised import save_quantised
+from tests.support.quickstart_data import source as quickstart
 from tests.support.targets import copy_tokenizer, keep_two_shards
 from tests.support.training import assert_equal, recipe_of
-from tests.train.worlds import Scenario, in_worlds
+from tests.support.worlds import Scenario, in_worlds
 
 SIZES = {"vocab_size": 4096, "max_position_embeddings": 512, "eos_token_id": 2}
 LAYERS = 94  # as Qwen3-235B-A22B has

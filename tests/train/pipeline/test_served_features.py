@@ -21,9 +21,9 @@ from draftsmith.train.pipeline.export_stage import Trained
 from draftsmith.train.pipeline.run import train
 from draftsmith.train.recipe.recipe import Recipe
 from draftsmith.train.trainer.trainer import EXPECTED
-from tests.quickstart_data import source as quickstart
 from tests.support.errors import raises_at
 from tests.support.forked import PythonProcess
+from tests.support.quickstart_data import source as quickstart
 from tests.support.state_server import FakeServer, connect, listening
 from tests.support.targets import copy_tokenizer, save_target
 from tests.support.training import assert_equal, recipe_of

@@ -30,10 +30,10 @@ from draftsmith.train.recipe.load import load_recipe, read
 from draftsmith.train.recipe.recipe import make_recipe, yaml_text
 from draftsmith.train.trainer import checkpoint
 from draftsmith.train.trainer.optimizers import make_optimizers
-from tests.quickstart_data import source as quickstart
+from tests.support.cli import call, refused
+from tests.support.quickstart_data import source as quickstart
+from tests.support.real_recipes import RECIPES, local_recipe
 from tests.support.targets import save_target
-from tests.train.recipe.test_real_recipes import RECIPES, local_recipe
-from tests.train.test_cli import call, refused
 
 FAMILIES = {
     "eagle": {"unroll_steps": 2},

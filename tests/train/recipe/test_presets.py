@@ -14,9 +14,9 @@ from draftsmith.train.pipeline.drafter_stage import make_drafter
 from draftsmith.train.recipe.drafter_config import default_mask_token, drafter_config
 from draftsmith.train.recipe.recipe import make_recipe
 from draftsmith.train.recipe.sections import PRESETS, SHORT_RUN, TUNED
-from tests.quickstart_data import DATA
 from tests.support.cases import CASES, make
 from tests.support.errors import raises_at
+from tests.support.quickstart_data import DATA
 from tests.support.training import recipe_of
 
 TARGET = DATA.parent / "target"

@@ -3,7 +3,6 @@ size."""
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
@@ -12,29 +11,13 @@ import pytest
 from draftsmith.train.planner.devices import find_device
 from draftsmith.train.planner.plan import make_plan
 from draftsmith.train.recipe.load import load_recipe
-from draftsmith.train.recipe.recipe import Recipe
+from tests.support.real_recipes import PUBLISHED, RECIPES, local_recipe
 
-RECIPES = Path(__file__).resolve().parents[3] / "recipes"
 REAL = sorted(
     path
     for path in RECIPES.glob("*/*.yaml")
     if path.parent.name not in ("quickstart", "accelerate", "smollm2-135m-instruct")
 )
-
-# Of published models: parameters in billions, config.json.
-PUBLISHED = json.loads((Path(__file__).parent / "published_configs.json").read_text())
-
-
-def local_recipe(path: Path, folder: Path, *overrides: str) -> Recipe:
-    recipe = load_recipe(path)
-    names = {"target.model": recipe.target.model, "drafter.init_from": recipe.drafter.init_from}
-    local = []
-    for key, name in names.items():
-        if name in PUBLISHED:
-            (folder / key).mkdir()
-            (folder / key / "config.json").write_text(json.dumps(PUBLISHED[name]["config"]))
-            local.append(f"{key}={folder / key}")
-    return load_recipe(path, [*local, *overrides])
 
 
 @pytest.mark.slow

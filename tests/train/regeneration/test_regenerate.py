@@ -24,7 +24,7 @@ from draftsmith.train.regeneration.store import ResponseStore
 from tests.support.disks import full_disk
 from tests.support.errors import raises_at
 from tests.support.models import make_tiny_model
-from tests.train.worlds import Scenario, in_worlds
+from tests.support.worlds import Scenario, in_worlds
 
 TOKENIZER = Path(__file__).resolve().parents[3] / "recipes" / "quickstart" / "target"
 SECTION = RegenerateSection(temperatures={0.0: 0.25, 1.0: 0.75}, max_new_tokens=6, batch_size=2)

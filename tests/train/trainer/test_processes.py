@@ -28,7 +28,7 @@ from draftsmith.train.trainer.trainer import Trainer
 from tests.support.models import make_tiny_model
 from tests.support.training import assert_equal, make_recipe, make_rows, recipe_of
 from tests.support.training import make_trainer as trainer_of
-from tests.train.worlds import Scenario, in_worlds
+from tests.support.worlds import Scenario, in_worlds
 
 FAMILIES = ("eagle3", "eagle", "medusa", "mlp", "mtp", "draft_model")
 # DSpark has matrices of fewer rows than there are processes

@@ -24,7 +24,7 @@ from tests.support.contract import (
     packed,
     random_rows,
 )
-from tests.support.engines import ids_of, make_llm
+from tests.support.engines import make_llm, same_text
 from tests.support.tokenizers import byte_level
 from tests.support.training import recipe_of
 
@@ -36,17 +36,7 @@ PROMPTS = [{"prompt_token_ids": [3 + (i * i) % 90 for i in range(n)]} for n in (
 def drafted(model: Any, drafter: DraftModel, k: int = 3, tokens: int = 21, **options: Any) -> LLM:
     """An LLM that has written greedily, with drafting on, what it also writes with drafting off."""
     llm = make_llm(model, drafter=drafter.freeze(), num_speculative_tokens=k, **options)
-    return same_text(llm, tokens)
-
-
-def same_text(llm: LLM, tokens: int = 21, prompts: Any = PROMPTS) -> LLM:
-    params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
-    off = llm.generate(prompts, params, False, speculate=False)
-    llm.reset_metrics()
-    on = llm.generate(prompts, params, False)
-    assert ids_of(on) == ids_of(off)
-    assert llm.get_metrics().num_drafts > 0
-    return llm
+    return same_text(llm, PROMPTS, tokens)
 
 
 # ---------------------------------------------------------------------- cut from the target

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 
@@ -13,9 +10,8 @@ from draftsmith.speculators.errors import CheckpointError, ConfigError
 from draftsmith.speculators.export import export_drafter, load_drafter, read_drafter_config
 from draftsmith.speculators.families.draft_model.model import DraftModel
 from draftsmith.speculators.target.frozen_target import FrozenTarget
-from draftsmith.speculators.vocab.token_map import FILE, TokenMap
-from tests.speculators.families.draft_model.test_draft_model import same_text
-from tests.support.cases import OPT, World, student
+from draftsmith.speculators.vocab.token_map import FILE
+from tests.support.cases import OPT
 from tests.support.chi2 import SMALL_VOCAB, assert_drafts_leave_the_target_its_text
 from tests.support.contract import (
     DEPTHS,
@@ -25,40 +21,16 @@ from tests.support.contract import (
     packed,
     random_rows,
 )
-from tests.support.engines import ids_of
-from tests.support.tokenizers import byte_level, sentencepiece
+from tests.support.engines import ids_of, same_text
+from tests.support.other_tokenizers import (  # noqa: F401 (fixtures)
+    NOTHING,
+    draft_folder,
+    drafting,
+    other_tokens,
+    target_folder,
+)
 
-NOTHING, TWO = 6, 2  # target tokens spelt by nothing, by two draft tokens
 PROMPTS = ["The quick brown fox", "def add(left, right):", "läuft über die 日本語 🙂"]
-
-
-def made_up_map(vocab: int, draft_vocab: int, opening: list[int]) -> TokenMap:
-    """Target ids 6, 13, … are spelt by nothing, 2, 5, … by two draft tokens; the rest is shared."""
-    place = torch.randperm(draft_vocab, generator=torch.Generator().manual_seed(3)).tolist()
-    shared, spellings = {}, []
-    for id in range(vocab):
-        if id % 7 == NOTHING:
-            spellings.append([])
-        elif id % 3 == TWO:
-            spellings.append([place[-1 - id % 3], place[(5 * id) % draft_vocab]])
-        else:
-            shared[id] = place[len(shared)]
-            spellings.append([shared[id]])
-    return TokenMap(
-        target_ids=torch.tensor(list(shared)),
-        draft_ids=torch.tensor(list(shared.values())),
-        spelling_ids=torch.tensor([id for spelling in spellings for id in spelling]),
-        spelling_offsets=torch.tensor([0] + [len(spelling) for spelling in spellings]).cumsum(0),
-        opening_ids=torch.tensor(opening, dtype=torch.long),
-    )
-
-
-def other_tokens(model: Any, draft_vocab: int, opening: list[int], **config: Any) -> World:
-    target, config = FrozenTarget(model), {**OPT, "vocab_size": draft_vocab, **config}
-    drafter = student(target, 0.1, config={"model_type": "opt", **config})
-    drafter.token_map = made_up_map(target.vocab_size, draft_vocab, opening)
-    drafter.config = drafter.config.model_copy(update={"other_tokenizer": True})
-    return target, drafter
 
 
 OPENINGS = pytest.mark.parametrize("opening", [[], [4, 7]], ids=["no opening", "two"])
@@ -120,29 +92,6 @@ def test_only_shared_tokens_are_drafted(tiny_model) -> None:
 
 
 # ------------------------------------------------------------------ real tokenizers, real folders
-
-
-def save(folder: Path, model: Any, tokenizer: Any) -> str:
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return str(folder)
-
-
-@pytest.fixture(scope="module")
-def target_folder(tiny_model, tmp_path_factory) -> str:
-    model = tiny_model("llama", vocab_size=408)
-    return save(tmp_path_factory.mktemp("target"), model, byte_level(400))
-
-
-@pytest.fixture(scope="module")
-def draft_folder(tiny_model, tmp_path_factory) -> str:
-    tokenizer = sentencepiece(bos=True)
-    model = tiny_model("llama", vocab_size=len(tokenizer) + 2, num_hidden_layers=1)
-    return save(tmp_path_factory.mktemp("draft"), model, tokenizer)
-
-
-def drafting(folder: str | Path, **options: Any) -> dict[str, Any]:
-    return {"method": "draft_model", "model": str(folder), "num_speculative_tokens": 3, **options}
 
 
 def test_another_tokenizer_is_refused_with_the_reason(

@@ -16,9 +16,9 @@ from draftsmith.inference.entrypoints.loading import make_draft_length
 from draftsmith.inference.entrypoints.speculative_config import parse_speculative_config
 from draftsmith.inference.spec_decode.proposers.base import Proposer
 from draftsmith.inference.spec_decode.tree_shape import DynamicTree, StaticTree
-from tests.lossless.covering import Partial, cover
 from tests.support.cases import Case
 from tests.support.cases import make as make_drafter
+from tests.support.covering import Partial, cover
 from tests.support.drafters import FakeHead, StubProposer
 from tests.support.engines import byte_tokenizer, make_llm
 from tests.support.models import make_tiny_model

@@ -9,7 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-DATA = Path(__file__).resolve().parents[1] / "recipes" / "quickstart" / "data"
+DATA = Path(__file__).resolve().parents[2] / "recipes" / "quickstart" / "data"
 WORKLOADS = ("math", "python", "json", "rewrite", "table", "chat")
 
 
