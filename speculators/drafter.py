@@ -7,9 +7,9 @@ line in `registry.py`. Losses, optimizers, verification rules and engines do not
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
 
@@ -25,6 +25,7 @@ from draftsmith.speculators.options import DrafterOptions
 from draftsmith.speculators.precision import on_device, on_host
 from draftsmith.speculators.target.frozen_target import FrozenTarget, TargetFeatures
 from draftsmith.speculators.target.target_head import TargetHead
+from draftsmith.speculators.traits import Traits
 
 
 @dataclass
@@ -51,8 +52,8 @@ class DraftInput:
     its ragged cache.
 
     Slot p of a row holds the pair (token x_{p+1}, target features of position p), or token x_p
-    alone where `first_token` is 0. Row start + i gets counts[i] slots; `token_ids` [b, M], `taps`
-    [b, M, n·H] and `last_hidden` [b, M, H] are padded to M."""
+    alone where `traits.first_token` is 0. Row start + i gets counts[i] slots; `token_ids` [b, M],
+    `taps` [b, M, n·H] and `last_hidden` [b, M, H] are padded to M."""
 
     cache: Any
     start: int
@@ -181,33 +182,14 @@ class Drafter(nn.Module):
     not saved."""
 
     config_class: ClassVar[type[DrafterConfig]] = DrafterConfig
-    options: ClassVar[type[DrafterOptions]] = DrafterOptions  # `drafter:` of its recipes
-    # the preset `short` of `training`, over the published values (TrainingSection)
-    short_training: ClassVar[Mapping[str, Any]] = {
-        "optimizer": "muon",
-        "muon_learning_rate": 0.02,
-        "learning_rate": 1.5e-3,
-        "max_grad_norm": 1.0,
-        "warmup_ratio": 0.04,
-    }
-    # published defaults of other sections: {"training": {...}, "loss": {...}}
-    defaults: ClassVar[dict[str, Any]] = {}
-    reads_taps: bool = False  # defaults of the family; a drafter's config may change these two
-    reads_last_hidden: bool = False
-    starts_from: ClassVar[tuple[str, ...]] = ()  # other families whose modules it has too
-    one_head: ClassVar[bool] = True  # `head` is the same at every depth
-    first_token: ClassVar[int] = 1  # slot p of its cache holds token x_{p + first_token}
-    writes: ClassVar[bool] = False  # it can generate text without the target
-    reads_drafts: bool = True  # a depth depends on the tokens drafted before it
-    samples_terms: ClassVar[bool] = False  # `unroll` yields a sample of the terms in training
-    confidence_loss: float = 0.0  # weight of the loss on `confidence`
-    whole_blocks: bool = False  # all depths are one forward, whose states depend on their number
+    # The keys of `drafter:` in its recipes.
+    options: ClassVar[type[DrafterOptions]] = DrafterOptions
+    traits: Traits = Traits()  # of the family; a drafter's own may differ (traits.py)
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
         self.config = config
         self._target: list[TargetHead] = []  # a list, so that nn.Module does not register it
-        self.recomputes = False
 
     # -------------------------------------------------------------- shared with the target
 
@@ -246,7 +228,7 @@ class Drafter(nn.Module):
 
     def checkpoint_activations(self, enabled: bool) -> None:
         """Activation checkpointing: the backward pass recomputes each depth of `unroll`."""
-        self.recomputes = enabled
+        self.traits = replace(self.traits, recomputes=enabled)
 
     def trainable_parameters(self) -> list[nn.Parameter]:
         return [p for p in self.parameters() if p.requires_grad]

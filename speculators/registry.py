@@ -57,7 +57,7 @@ def config_for_target(
     """The config of `family` for a target: its sizes, rope and eps, but for `overrides`."""
     cls = family_class(family)
     fields = cls.config_class.for_target(target, family)
-    if cls.reads_taps:
+    if cls.traits.reads_taps:
         fields["tap_layers"] = tuple(sorted(tap_layers or default_tap_layers(target.num_layers)))
     fields.update({k: v for k, v in overrides.items() if v is not None})
     fields = cls.config_class.completed(fields)

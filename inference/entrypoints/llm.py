@@ -118,7 +118,9 @@ class LLM:
         `drafting`: options of HeadProposer. `options`: those of the engine; nothing is loaded by
         them. `others`: further arguments of Engine. For measurements during training and tests;
         what is reported is measured on an export."""
-        taps = drafter.config.tap_layers if drafter is not None and drafter.reads_taps else ()
+        taps: Sequence[int] = ()
+        if drafter is not None and drafter.traits.reads_taps:
+            taps = drafter.config.tap_layers
         target = load_target(target, taps)
         given = options or EngineOptions()
         limit = model_limit(target, given.max_model_len, drafter)

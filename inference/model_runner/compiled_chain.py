@@ -72,8 +72,9 @@ def greedy_chain(drafter: Any, depth: int, *, reads_tokens: bool) -> Step:
     def step(rows: StaticRows, counts: Tensor, token_ids: Tensor, *features: Tensor) -> Outputs:
         state = None
         if not reads_tokens:
-            taps = features[0] if drafter.reads_taps else None
-            state = drafter.first_state(taps, features[-1] if drafter.reads_last_hidden else None)
+            taps = features[0] if drafter.traits.reads_taps else None
+            last_hidden = features[-1] if drafter.traits.reads_last_hidden else None
+            state = drafter.first_state(taps, last_hidden)
         newest = torch.arange(rows.num_rows, device=counts.device)
         state = extend(rows, token_ids, state)[newest, counts - 1][:, None]  # [R, 1, H]
         drafted: list[Tensor] = []

@@ -9,7 +9,6 @@ head holds the lengths of its rows alone."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -27,6 +26,7 @@ from draftsmith.speculators.drafter import (
 from draftsmith.speculators.layers.checkpointing import kept_or_recomputed
 from draftsmith.speculators.precision import to_device
 from draftsmith.speculators.target.frozen_target import TargetFeatures
+from draftsmith.speculators.traits import Traits
 
 
 class SlotwiseDrafter(Drafter):
@@ -36,8 +36,7 @@ class SlotwiseDrafter(Drafter):
     As written here the heads are independent: the state is the target's at every depth, and `read`
     is all they do."""
 
-    reads_last_hidden: ClassVar[bool] = True
-    one_head: ClassVar[bool] = False
+    traits = Traits(reads_last_hidden=True, one_head=False)
 
     # -------------------------------------------------------------- the family's part
 
@@ -68,13 +67,13 @@ class SlotwiseDrafter(Drafter):
             going = valid[depth:, slots].any(0).nonzero().flatten()
             slots, state = slots[going], state[to_device(going, device)]
             tokens = ids[to_device(slots + 1 + depth, device)]
-            state = kept_or_recomputed(self.recomputes, self.advance, state, tokens, depth)
+            state = kept_or_recomputed(self.traits.recomputes, self.advance, state, tokens, depth)
             terms = valid[depth, slots].nonzero().flatten()
             anchors = slots[terms]
             yield DraftStep(
                 depth=depth,
                 hidden=kept_or_recomputed(
-                    self.recomputes, self.read, state[to_device(terms, device)], depth
+                    self.traits.recomputes, self.read, state[to_device(terms, device)], depth
                 ),
                 target_index=to_device(anchors + 1 + depth, device),
                 anchor_index=to_device(anchors, device),
@@ -108,7 +107,7 @@ class SlotwiseDrafter(Drafter):
         )
         states, tokens, depth = state[:, None], tokens[:, None], 0  # [b, w, S], [b, w]
         while True:
-            rows = states if self.reads_drafts else states[:, :1]
+            rows = states if self.traits.reads_drafts else states[:, :1]
             b, w = rows.shape[:2]
             state = self.advance(rows.flatten(0, 1), tokens[:, :w].flatten(), depth)
             logits = self.head(self.read(state, depth), depth).unflatten(0, (b, w))

@@ -38,7 +38,6 @@ class ChainDrafter(Drafter):
     """A family gives its first state, embedding and layers, and their `positions`."""
 
     positions: RotaryTable
-    selects_queries = True  # whether `run` can leave out the queries that nobody asks for
 
     # -------------------------------------------------------------- the family's part
 
@@ -97,7 +96,7 @@ class ChainDrafter(Drafter):
         present = PackedQueries(segments)  # the slots that a depth runs over
         rows = T * torch.arange(B)[:, None]
         asking = present  # those whose states are needed
-        if self.selects_queries:
+        if self.traits.selects_queries:
             used = slots_in_use(torch.stack(valid).any(0))
             asking = PackedQueries(segments, to_device(used, device))
         state = self.first_state(features.taps, features.last_hidden)
@@ -105,14 +104,14 @@ class ChainDrafter(Drafter):
         causal: list[Pair] = []  # per layer: keys and values of depth 0
         own: list[list[Pair]] = [[] for _ in range(layers)]  # those of each later depth
         for depth in range(steps):
-            if depth and self.selects_queries and self.samples_terms:
+            if depth and self.traits.selects_queries and self.traits.samples_terms:
                 fewer = to_device(slots_in_use(torch.stack(valid[depth:]).any(0)), device)
                 if fewer.shape[1] <= WORTH_NARROWING * asking.slots.shape[1]:
                     state, own = _narrowed(asking.slots, fewer, T, state, own)
                     present = asking = PackedQueries(segments, fewer)
             read = (present.slots + 1 + depth) % T  # slots that wrap have no term
             tokens = self.tokens_read(ids.gather(1, read), depth)  # x_{t+1+depth}
-            queries = asking.slots if depth == 0 and self.selects_queries else None
+            queries = asking.slots if depth == 0 and self.traits.selects_queries else None
             attends = [
                 self._unrolled(i, depth, causal, own[i], present if i < layers - 1 else asking)
                 for i in range(layers)
@@ -120,7 +119,7 @@ class ChainDrafter(Drafter):
             places = positions.gather(1, present.slots) + depth
             state = self.feed_back(state) if depth else state
             given = (tokens, places, state, attends, queries)
-            state = kept_or_recomputed(self.recomputes, self._depth, *given)
+            state = kept_or_recomputed(self.traits.recomputes, self._depth, *given)
             present, slots = asking, on_host(asking.slots)  # [B, M]
             terms = valid[depth].gather(1, slots).flatten().nonzero().flatten()  # of the flat B·M
             anchors = (slots + rows).flatten()[terms]
@@ -161,7 +160,7 @@ class ChainDrafter(Drafter):
 
     def append(self, inputs: DraftInput) -> None:
         """See `Drafter.append`: keys and values are all that is needed."""
-        self._append(inputs, inputs.token_ids[:, :0] if self.selects_queries else None)
+        self._append(inputs, inputs.token_ids[:, :0] if self.traits.selects_queries else None)
 
     def draft_steps(self, inputs: DraftInput, k: int) -> DraftSteps:
         """See `Drafter.draft_steps`: one forward per depth."""

@@ -47,6 +47,7 @@ from draftsmith.speculators.options import Count, DecoderOptions, PositiveInt, T
 from draftsmith.speculators.precision import on_host, to_device
 from draftsmith.speculators.target.frozen_target import TargetFeatures
 from draftsmith.speculators.target.target_head import TargetHead
+from draftsmith.speculators.traits import Traits
 
 ANCHORS = 512  # blocks trained per row, as published
 
@@ -179,15 +180,17 @@ class DFlash(Drafter):
 
     config_class: ClassVar[type[DFlashConfig]] = DFlashConfig
     options: ClassVar[type[DFlashOptions]] = DFlashOptions
-    defaults: ClassVar[dict[str, Any]] = {
-        "loss": {"cross_entropy": 1.0},
-        "position_weights": {"gamma": 7.0},
-        "training": {"learning_rate": 6e-4},
-    }
-    reads_taps = True
-    samples_terms: ClassVar[bool] = True
-    reads_drafts: ClassVar[bool] = False
-    whole_blocks: ClassVar[bool] = True
+    traits = Traits(
+        reads_taps=True,
+        reads_drafts=False,
+        whole_blocks=True,
+        samples_terms=True,
+        defaults={
+            "loss": {"cross_entropy": 1.0},
+            "position_weights": {"gamma": 7.0},
+            "training": {"learning_rate": 6e-4},
+        },
+    )
 
     def __init__(self, config: DFlashConfig) -> None:
         super().__init__(config)
@@ -293,7 +296,7 @@ class DFlash(Drafter):
         state = embeds.to(self.fc.weight.dtype)
         for layer, attend in zip(self.layers, attends, strict=True):
             given = (layer, state, rotary, attend, slots)
-            state = kept_or_recomputed(self.recomputes, self.run_layer, *given)
+            state = kept_or_recomputed(self.traits.recomputes, self.run_layer, *given)
         return self.norm(state).unflatten(1, (-1, slots))
 
     def block_ids(self, anchor_ids: Tensor, slots: int) -> Tensor:
@@ -420,7 +423,7 @@ class DFlash(Drafter):
         states = self._block(inputs.cache, inputs.start, inputs.stop, tokens[:, 0], k)
         base = self._base_of(states)
         for depth in range(k):
-            w = tokens.shape[1] if self.reads_drafts else 1
+            w = tokens.shape[1] if self.traits.reads_drafts else 1
             state = states[:, depth, None].expand(-1, w, -1)
             hidden = self.read(state, tokens[:, :w])
             known = base[:, depth, None].expand(-1, w, -1).flatten(0, 1)

@@ -10,7 +10,8 @@ reference and in vLLM."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal, Self
+from dataclasses import replace
+from typing import Annotated, Any, Literal, Self
 
 import torch
 from pydantic import BaseModel, Field, model_validator
@@ -140,12 +141,15 @@ class DFlash2(DFlash):
 
     config_class = DFlash2Config
     options = DFlash2Options
-    defaults: ClassVar[dict[str, Any]] = {
-        "loss": {"cross_entropy": 1.0},
-        "position_weights": {"gamma": 4.0},
-        "training": {"learning_rate": 6e-4},
-    }
-    reads_drafts: ClassVar[bool] = True
+    traits = replace(
+        DFlash.traits,
+        reads_drafts=True,
+        defaults={
+            "loss": {"cross_entropy": 1.0},
+            "position_weights": {"gamma": 4.0},
+            "training": {"learning_rate": 6e-4},
+        },
+    )
 
     def __init__(self, config: DFlash2Config) -> None:
         super().__init__(config)

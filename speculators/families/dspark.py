@@ -9,7 +9,8 @@ serves all slots; drawing them is what remains sequential. Tensor names are thos
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from dataclasses import replace
+from typing import Literal
 
 import torch
 from pydantic import BaseModel, Field
@@ -60,14 +61,17 @@ class DSpark(DFlash):
 
     config_class = DSparkConfig
     options = DSparkOptions
-    defaults: ClassVar[dict[str, Any]] = {
-        # 0.9 Σ|p - q|, which is twice the total variation
-        "loss": {"cross_entropy": 0.1, "tv": 1.8},
-        "position_weights": {"gamma": 4.0},
-        "training": {"learning_rate": 6e-4},
-    }
-    reads_drafts: ClassVar[bool] = True
-    starts_from: ClassVar[tuple[str, ...]] = ("dflash",)
+    traits = replace(
+        DFlash.traits,
+        reads_drafts=True,
+        starts_from=("dflash",),
+        defaults={
+            # 0.9 Σ|p - q|, which is twice the total variation
+            "loss": {"cross_entropy": 0.1, "tv": 1.8},
+            "position_weights": {"gamma": 4.0},
+            "training": {"learning_rate": 6e-4},
+        },
+    )
 
     def __init__(self, config: DSparkConfig) -> None:
         super().__init__(config)
@@ -80,7 +84,8 @@ class DSpark(DFlash):
             self.confidence_head = nn.ModuleDict({"proj": nn.Linear(width, 1)})
 
     def prepare_training(self, options: DSparkOptions) -> DSpark:
-        self.confidence_loss = options.confidence_loss * self.config.enable_confidence_head
+        weight = options.confidence_loss if self.config.enable_confidence_head else 0.0
+        self.traits = replace(self.traits, confidence_loss=weight)
         return super().prepare_training(options)
 
     @torch.no_grad()

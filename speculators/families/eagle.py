@@ -26,6 +26,7 @@ from draftsmith.speculators.options import DecoderOptions
 from draftsmith.speculators.precision import on_host
 from draftsmith.speculators.target.frozen_target import TargetFeatures
 from draftsmith.speculators.target.target_head import TargetHead
+from draftsmith.speculators.traits import Traits
 
 ROUNDS = 3  # of refitting the start to its own guesses, where several depths are trained
 FULL_NOISE_LENGTH = 512  # tokens of a row whose features get `feature_noise` as it is
@@ -80,7 +81,7 @@ class Eagle(DecoderChain):
         "loss": {"smooth_l1": 1.0, "forward_kl": 0.1},
         "training": {"learning_rate": 3e-5, "max_grad_norm": 0.5},
     }
-    reads_last_hidden = True
+    traits = Traits(reads_last_hidden=True)
 
     def __init__(self, config: EagleConfig) -> None:
         super().__init__(config)

@@ -33,6 +33,7 @@ from draftsmith.speculators.layers.decoder import (
 )
 from draftsmith.speculators.options import DecoderOptions, PositiveInt, TapOptions
 from draftsmith.speculators.target.target_head import TargetHead
+from draftsmith.speculators.traits import Traits
 
 
 class Eagle3Switches(BaseModel):
@@ -116,7 +117,7 @@ class Eagle3(DecoderChain):
 
     config_class = Eagle3Config
     options = Eagle3Options
-    reads_taps = True
+    traits = Traits(reads_taps=True)
 
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__(config)

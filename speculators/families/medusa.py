@@ -7,7 +7,8 @@ recipe's `joint:` section the target gets a LoRA that is trained jointly (Medusa
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, Literal
+from dataclasses import replace
+from typing import Any, Literal
 
 import torch
 from pydantic import BaseModel, Field
@@ -74,8 +75,11 @@ class Medusa(SlotwiseDrafter):
 
     config_class = MedusaConfig
     options = MedusaOptions
-    defaults: ClassVar[dict[str, Any]] = {"training": {"learning_rate": 1e-3}}
-    reads_drafts: ClassVar[bool] = False
+    traits = replace(
+        SlotwiseDrafter.traits,
+        reads_drafts=False,
+        defaults={"training": {"learning_rate": 1e-3}},
+    )
 
     def __init__(self, config: MedusaConfig) -> None:
         super().__init__(config)

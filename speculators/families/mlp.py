@@ -14,7 +14,8 @@ are kept once."""
 from __future__ import annotations
 
 import math
-from typing import Any, ClassVar, Self
+from dataclasses import replace
+from typing import Any, Self
 
 import torch
 from pydantic import Field, model_validator
@@ -108,15 +109,20 @@ class MLPSpeculator(SlotwiseDrafter):
 
     config_class = MLPConfig
     options = MLPOptions
-    defaults: ClassVar[dict[str, Any]] = {
-        "position_weights": {"uniform": True},
-        "training": {"learning_rate": 1e-3, "weight_decay": 0.1, "max_grad_norm": 1.0},
-        "evaluation": {"num_speculative_tokens": 3},
-    }
-    short_training: ClassVar[dict[str, Any]] = {"learning_rate": 5e-3, "warmup_ratio": 0.04}
+    traits = replace(
+        SlotwiseDrafter.traits,
+        defaults={
+            "position_weights": {"uniform": True},
+            "training": {"learning_rate": 1e-3, "weight_decay": 0.1, "max_grad_norm": 1.0},
+            "evaluation": {"num_speculative_tokens": 3},
+        },
+        short_training={"learning_rate": 5e-3, "warmup_ratio": 0.04},
+    )
 
     def __init__(self, config: MLPConfig) -> None:
         super().__init__(config)
+        # Where the vocabulary projections are tied, the loss takes all depths at once.
+        self.traits = replace(self.traits, one_head=config.tie_weights)
         width, vocabulary = config.inner_dim, config.vocab_size
         copies = 1 if config.tie_weights else config.n_predict
         later = min(copies, config.n_predict - 1)
@@ -129,11 +135,6 @@ class MLPSpeculator(SlotwiseDrafter):
         self.heads = nn.ModuleList(nn.Linear(width, vocabulary, bias=False) for _ in range(copies))
         self.state_weight = 0.5 ** (0.5 / config.n_predict)
         self.emb_weight = math.sqrt((1 - self.state_weight**2) * width / 2)
-
-    @property
-    def one_head(self) -> bool:
-        """True if the vocabulary projections are tied: the loss takes all depths at once."""
-        return self.config.tie_weights
 
     @torch.no_grad()
     def initialise_from(

@@ -9,7 +9,8 @@ target; `deepseek_v3` and `qwen3_next` use a layer of the target's own kind."""
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal, Self, cast
+from dataclasses import replace
+from typing import Any, Literal, Self, cast
 
 import torch
 from pydantic import Field, model_validator
@@ -30,6 +31,7 @@ from draftsmith.speculators.layers.decoder import (
 from draftsmith.speculators.layers.target_layer import BorrowedLayer, layer_fields
 from draftsmith.speculators.options import DrafterOptions, PositiveInt, Text
 from draftsmith.speculators.target.target_head import TargetHead
+from draftsmith.speculators.traits import Traits
 
 LayoutName = Literal["mimo", "deepseek_v3", "qwen3_next"]
 BORROWED = ("deepseek_v3", "qwen3_next")  # layouts named after the model_type whose layer they use
@@ -125,17 +127,25 @@ class Mtp(ChainDrafter):
 
     config_class = MtpConfig
     options = MtpOptions
-    defaults: ClassVar = {  # FastMTP's
-        "position_weights": {"step_decay": 0.6},
-        "training": {"learning_rate": 5e-5, "warmup_ratio": 0.05},
-    }
-    reads_last_hidden = True
+    traits = Traits(
+        reads_last_hidden=True,
+        # FastMTP's
+        defaults={
+            "position_weights": {"step_decay": 0.6},
+            "training": {"learning_rate": 5e-5, "warmup_ratio": 0.05},
+        },
+    )
     reads_start_text = True  # the final norm's start is fitted on it
 
     def __init__(self, config: MtpConfig) -> None:
         super().__init__(config)
-        self.reads_taps = config.hidden_state == "residual"
-        self.reads_last_hidden = not self.reads_taps
+        residual = config.hidden_state == "residual"
+        self.traits = replace(
+            self.traits,
+            reads_taps=residual,
+            reads_last_hidden=not residual,
+            selects_queries=config.target_fields is None,
+        )
         self.hidden_first = config.layout == "mimo"  # of what input_proj reads
         self.blind_first = config.layout != "qwen3_next"  # at position 0 the embedding is zero
         width = config.hidden_size
@@ -146,7 +156,7 @@ class Mtp(ChainDrafter):
             self.positions = RotaryTable(config)
             norms = [RMSNorm(width, eps=config.rms_norm_eps) for _ in range(3)]
         else:
-            self.layer, self.selects_queries = BorrowedLayer(config.target_fields), False
+            self.layer = BorrowedLayer(config.target_fields)
             self.positions = RotaryTable(config, self.layer.rotary_embedding())
             norms = [self.layer.norm() for _ in range(3)]
         self.embed_norm, self.hidden_norm, self.final_norm = norms
@@ -192,14 +202,14 @@ class Mtp(ChainDrafter):
         hidden = slice(0, width) if self.hidden_first else slice(width, None)
         self.input_proj.weight[:, hidden] *= 0.1
         self.input_proj.weight[:, hidden] += torch.eye(width, device=self.input_proj.weight.device)
-        if self.reads_taps and tuple(target.tap_layers) != tuple(self.config.tap_layers):
+        if self.traits.reads_taps and tuple(target.tap_layers) != tuple(self.config.tap_layers):
             raise ConfigError(
                 f"the target taps layers {list(target.tap_layers)}; load it with"
                 f" the module's, {list(self.config.tap_layers)}",
                 where="initialise_from",
             )
         taps, last = target(target.start_text())
-        state = (taps if self.reads_taps else last)[0].float()  # [T, H]
+        state = (taps if self.traits.reads_taps else last)[0].float()  # [T, H]
         x = state / state.square().mean(-1, keepdim=True).sqrt().clamp(min=1e-6)
         scale = (last[0].float() * x).sum(0) / x.square().sum(0).clamp(min=1e-6)  # [H]
         shifted = self.config.layout == "qwen3_next"  # its norms scale by 1 + weight
@@ -210,7 +220,7 @@ class Mtp(ChainDrafter):
 
     def first_state(self, taps: Tensor | None, last_hidden: Tensor | None) -> Tensor:
         """The one of the two that the module reads [B, T, H]."""
-        state = cast(Tensor, taps if self.reads_taps else last_hidden)
+        state = cast(Tensor, taps if self.traits.reads_taps else last_hidden)
         return state.to(self.input_proj.weight.dtype)
 
     def embed(self, token_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:

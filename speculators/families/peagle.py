@@ -7,7 +7,8 @@ d keeps max(ratio^d, floor) of the row's."""
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from dataclasses import replace
+from typing import Any
 
 import torch
 from pydantic import Field
@@ -59,9 +60,12 @@ class PEagle(Eagle3):
 
     config_class = PEagleConfig
     options = PEagleOptions
-    defaults: ClassVar[dict[str, Any]] = {"position_weights": {"uniform": True}}
-    samples_terms: ClassVar[bool] = True
-    reads_drafts: ClassVar[bool] = False
+    traits = replace(
+        Eagle3.traits,
+        reads_drafts=False,
+        samples_terms=True,
+        defaults={"position_weights": {"uniform": True}},
+    )
 
     @property
     def max_depth(self) -> int:

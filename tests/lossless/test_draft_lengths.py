@@ -20,6 +20,7 @@ from draftsmith.inference.spec_decode.draft_length import (
 from draftsmith.inference.spec_decode.proposal import Proposal
 from draftsmith.inference.spec_decode.proposers import head
 from draftsmith.speculators.drafter import DraftLogits
+from draftsmith.speculators.traits import Traits
 from tests.support.cases import make
 from tests.support.chi2 import FAMILY_ALPHA, assert_joint_fits, target_joint
 from tests.support.draft_lengths import BLOCKS, MARKOV, K, adaptive, stop_early
@@ -104,7 +105,7 @@ def small(tiny_model):
 class Bigrams(FakeHead):
     """Drafts by the last token alone, much as the target goes on after PROMPT and that token."""
 
-    reads_taps = reads_last_hidden = False
+    traits = Traits()
 
     def __init__(self, model) -> None:
         torch.nn.Module.__init__(self)

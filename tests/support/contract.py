@@ -48,16 +48,16 @@ def packed(*rows: list[int], vocab: int = 100) -> dict[str, torch.Tensor]:
 def draft_input(world: World, texts: list[torch.Tensor]) -> DraftInput:
     """Texts as rows of an empty cache, nothing of them read yet."""
     target, drafter = world
-    counts = [len(text) - drafter.first_token for text in texts]
+    counts = [len(text) - drafter.traits.first_token for text in texts]
     ids = pad_sequence(texts, batch_first=True)
     taps, last = target(ids[:, : max(counts)])
     return DraftInput(
         RaggedCache(len(texts), 64),
         0,
         len(texts),
-        ids[:, drafter.first_token :],
-        taps if drafter.reads_taps else None,
-        last if drafter.reads_last_hidden else None,
+        ids[:, drafter.traits.first_token :],
+        taps if drafter.traits.reads_taps else None,
+        last if drafter.traits.reads_last_hidden else None,
         counts,
     )
 

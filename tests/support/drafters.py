@@ -14,6 +14,7 @@ from draftsmith.speculators.drafter import Drafter, DraftLogits
 from draftsmith.speculators.families.eagle3 import Eagle3
 from draftsmith.speculators.registry import config_for_target
 from draftsmith.speculators.target.frozen_target import FrozenTarget
+from draftsmith.speculators.traits import Traits
 
 TREES = {
     "static": StaticTree.parse([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0)]),
@@ -109,7 +110,7 @@ class FakeHead(Drafter):
     embedding of the token + projected features, and the state is fed back as features. Keys hold
     the tokens."""
 
-    reads_taps = reads_last_hidden = True
+    traits = Traits(reads_taps=True, reads_last_hidden=True)
     max_depth = draft_to_target = None
     width = 8
 

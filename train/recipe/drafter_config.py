@@ -33,7 +33,7 @@ def drafter_config(recipe: Recipe, target: TargetShape, *, planning: bool = Fals
             expected["mask_token_id"] = default_mask_token(recipe, target)
         return fitting(recipe, config_for_target(target, recipe.family, **expected))
     config = read_drafter_config(start, target.num_layers, config_only=config_only)
-    if config.family in family_class(recipe.family).starts_from:
+    if config.family in family_class(recipe.family).traits.starts_from:
         shared = {
             name: getattr(config, name) for name in set(type(config).model_fields) & set(fields)
         }

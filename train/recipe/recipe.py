@@ -228,7 +228,8 @@ class Recipe(Section):
 
     def drafter_writes(self) -> bool:
         """True if the drafter writes the texts of `on_policy` by itself, False: the target does."""
-        return family_class(self.family).writes and getattr(self.drafter, "vocab", "same") == "same"
+        same_vocabulary = getattr(self.drafter, "vocab", "same") == "same"
+        return same_vocabulary and family_class(self.family).traits.writes
 
     def preset_for(self, steps: int | None) -> str:
         """The preset of a run of `steps` (None: not known), a key of PRESETS."""
@@ -302,11 +303,11 @@ def preset_values(family: str, preset: str) -> dict[str, Any]:
     """The value of each of TUNED in a preset, a key of PRESETS, of a family."""
     kind = family_class(family)
     values: dict[str, Any] = {key: RunTraining.model_fields[key].default for key in TUNED}
-    published = kind.defaults.get("training", {})
+    published = kind.traits.defaults.get("training", {})
     values |= {key: value for key, value in published.items() if key in TUNED}
     published_rate = values["learning_rate"]
     if preset != "published":
-        values |= kind.short_training
+        values |= kind.traits.short_training
     if preset == "short_adamw" and values["optimizer"] == "muon":
         rate = max(published_rate, SHORT_ADAMW_RATE)
         values |= {"optimizer": "adamw", "learning_rate": rate}
@@ -345,7 +346,7 @@ def recipe_class(family: str = DEFAULT_FAMILY) -> type[Recipe]:
         Field(drafter.options(), description=Recipe.model_fields["drafter"].description),
     )
     model = create_model("Recipe", __base__=Recipe, drafter=options)
-    model.family_defaults = _section_defaults(drafter.defaults)
+    model.family_defaults = _section_defaults(drafter.traits.defaults)
     return model
 
 

@@ -450,11 +450,11 @@ class Trainer:
         for trained in self.module.trained_heads(mix):
             loss, parts = self._over_depths(features, steps, scales, trained.head, trained.loss)
             losses.append(loss)
-        if self.module.confidence_loss:
+        if self.module.traits.confidence_loss:
             for step, part in zip(steps, parts, strict=True):
                 logits = self.module.confidence(step.hidden)
                 sure = confidence_objective(logits, part.alpha, step.weight * scales[step.depth])
-                losses.append(self.module.confidence_loss * sure)
+                losses.append(self.module.traits.confidence_loss * sure)
         return sum(losses), parts
 
     def _weighed(self, features: TargetFeatures, steps: Sequence[DraftStep]) -> list[DraftStep]:
@@ -485,7 +485,7 @@ class Trainer:
         """The loss of one head and the metrics of each depth; depths read alike are one call."""
         losses = []
         parts = []
-        for group in [steps] if self.module.one_head else [[step] for step in steps]:
+        for group in [steps] if self.module.traits.one_head else [[step] for step in steps]:
             known = torch.cat([on_host(s.target_index) for s in group])  # [N] of these depths
             index = to_device(known, features.input_ids.device)
             total, metrics = chunked_objective(

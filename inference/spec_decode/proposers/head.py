@@ -82,7 +82,7 @@ class HeadProposer(Proposer):
         self._probabilistic = draft_sample_method == "probabilistic"
         self._draft_to_target, self._tree, self._depth = drafter.draft_to_target, tree, depth
         self.drafts_trees = tree is not None
-        at_once = drafter.whole_blocks and tree is None and not drafter.reads_drafts
+        at_once = drafter.traits.whole_blocks and tree is None and not drafter.traits.reads_drafts
         self.stops_early = self._device.type == "cpu" and not at_once
         self._seen = [0] * max_rows  # slots of each row that the drafter holds
         self._room = depth + 1 + SPARE
@@ -110,10 +110,10 @@ class HeadProposer(Proposer):
         target = self._drafter.target
         dtype = target.dtype
         taps = last_hidden = None
-        if self._drafter.reads_taps:
+        if self._drafter.traits.reads_taps:
             width = len(self._drafter.config.tap_layers) * target.hidden_size
             taps = torch.zeros(1, 1, width, dtype=dtype, device=self._device)
-        if self._drafter.reads_last_hidden:
+        if self._drafter.traits.reads_last_hidden:
             last_hidden = torch.zeros(1, 1, target.hidden_size, dtype=dtype, device=self._device)
         token_ids = torch.zeros(1, 1, dtype=torch.long, device=self._device)
         self._drafter.append(DraftInput(probe, 0, 1, token_ids, taps, last_hidden, [1]))
@@ -129,7 +129,8 @@ class HeadProposer(Proposer):
     ) -> None:
         features, known = self._read(taps, last_hidden), []
         for i, (request, count) in enumerate(zip(requests, counts, strict=True)):
-            slots = request.num_prompt_tokens - self._drafter.first_token - self._seen[start + i]
+            prompt_slots = request.num_prompt_tokens - self._drafter.traits.first_token
+            slots = prompt_slots - self._seen[start + i]
             known.append(min(count, slots))
             if known[i] < count:  # the last position: its next token is not sampled yet
                 place = slice(i, i + 1), slice(known[i], known[i] + 1)
@@ -149,8 +150,8 @@ class HeadProposer(Proposer):
 
     def _read(self, taps: Tensor | None, last_hidden: Tensor) -> dict[str, Tensor]:
         """The features of a round that the drafter reads."""
-        features = {"last_hidden": last_hidden} if self._drafter.reads_last_hidden else {}
-        if self._drafter.reads_taps and taps is not None:
+        features = {"last_hidden": last_hidden} if self._drafter.traits.reads_last_hidden else {}
+        if self._drafter.traits.reads_taps and taps is not None:
             features["taps"] = taps
         return features
 
@@ -192,7 +193,7 @@ class HeadProposer(Proposer):
 
     def _unread(self, requests: Sequence[Request]) -> list[int]:
         """Slots of each row whose token is known and which the drafter does not hold yet."""
-        first = self._drafter.first_token
+        first = self._drafter.traits.first_token
         return [
             len(request.token_ids) - first - seen for request, seen in zip(requests, self._seen)
         ]
@@ -218,7 +219,7 @@ class HeadProposer(Proposer):
         drafted: list[Tensor] = []
         confidences: list[Tensor] = []
         # a row's drafts must not depend on how many its neighbours may have
-        steps_made = self._depth if self._drafter.whole_blocks else depth
+        steps_made = self._depth if self._drafter.traits.whole_blocks else depth
         with closing(self._drafter.draft_steps(inputs, steps_made)) as steps:
             for _ in range(depth):
                 step = steps.send(drafted[-1] if drafted else None)
@@ -266,7 +267,7 @@ class HeadProposer(Proposer):
         """The next counts[i] slots of row first_row + i, which the drafter holds from now on."""
         tokens = []
         for row, (request, count) in enumerate(zip(requests, counts, strict=True), first_row):
-            start = self._seen[row] + self._drafter.first_token
+            start = self._seen[row] + self._drafter.traits.first_token
             tokens.append(request.token_ids[start : start + count])
             self._seen[row] += count
         return DraftInput(

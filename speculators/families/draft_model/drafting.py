@@ -18,13 +18,14 @@ from draftsmith.speculators.errors import ConfigError
 from draftsmith.speculators.precision import on_device
 from draftsmith.speculators.target.frozen_target import FrozenTarget
 from draftsmith.speculators.target.ragged_rows import Forward, TreePlaces, run_rows
+from draftsmith.speculators.traits import Traits
 from draftsmith.speculators.vocab.token_map import TokenMap
 
 
 class TokenDrafter(Drafter):
     """A family gives `runner`, its model run as a target, and `head`; perhaps a `token_map`."""
 
-    first_token = 0
+    traits = Traits(first_token=0)
     token_map: TokenMap | None = None
     _fast_forward: Forward | None = None  # the runtime's of the runner, while frozen
 

@@ -9,8 +9,9 @@ that both have."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from math import inf
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from pydantic import Field, field_validator, model_validator
@@ -138,9 +139,12 @@ class DraftModel(TokenDrafter):
 
     config_class = DraftModelConfig
     options = DraftModelOptions
-    writes = True
-    defaults: ClassVar[dict[str, Any]] = {"training": {"learning_rate": 3e-5, "max_grad_norm": 1.0}}
-    short_training: ClassVar[dict[str, Any]] = {}  # a model that is trained already goes on gently
+    traits = replace(
+        TokenDrafter.traits,
+        writes=True,
+        defaults={"training": {"learning_rate": 3e-5, "max_grad_norm": 1.0}},
+        short_training={},  # a model that is trained already goes on gently
+    )
 
     def __init__(self, config: DraftModelConfig) -> None:
         super().__init__(config)
@@ -182,11 +186,6 @@ class DraftModel(TokenDrafter):
         if self.token_map is not None:
             self.token_map = self.token_map.to(next(self.parameters()).device)
         return self
-
-    @property
-    def reads_drafts(self) -> bool:  # type: ignore[override]
-        """Branches are in the target's tokens."""
-        return self.token_map is None
 
     @property
     def writer(self) -> FrozenTarget | None:

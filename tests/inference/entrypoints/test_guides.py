@@ -63,7 +63,7 @@ def folders(tiny_model, byte_tokenizer, tmp_path_factory) -> dict[str, str]:
         llama.save_pretrained(root / "llama")
         target = FrozenTarget(llama, [1, 2, 3])
         for name, (family, shape) in HEADS.items():
-            taps = [1, 2, 3] if family_class(family).reads_taps else None
+            taps = [1, 2, 3] if family_class(family).traits.reads_taps else None
             head = family_class(family)(
                 config_for_target(target, family, tap_layers=taps, **shape)
             ).attach(target)
