@@ -1,10 +1,5 @@
 """LLM: the front door, in vLLM's shape. Text in, text out, and what drafting gained.
 
-    drafting = {"method": "eagle3", "model": "path/to/head", "num_speculative_tokens": 4}
-    llm = LLM("path/to/target", speculative_config=drafting)
-    for output in llm.generate(["Hello"], SamplingParams(temperature=0, max_tokens=64)):
-        print(output.outputs[0].text)
-
 It owns the tokenizer, checks every prompt before any is run, and turns requests into outputs.
 Rounds are the engine's."""
 
@@ -14,8 +9,9 @@ import copy
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
-from typing import Any
+from typing import Any, TypedDict
 
+import torch
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
@@ -46,8 +42,11 @@ from draftsmith.inference.requests.response import Response
 from draftsmith.inference.sampling.logits_processors import bad_word_ids
 from draftsmith.inference.sampling.sampler import make_generator
 from draftsmith.inference.sampling_params import SamplingParams
+from draftsmith.inference.spec_decode.draft_length import DraftLength
 from draftsmith.inference.spec_decode.proposers.base import Proposer
 from draftsmith.inference.spec_decode.proposers.head import HeadProposer
+from draftsmith.inference.spec_decode.tree_shape import TreeShape
+from draftsmith.inference.spec_decode.verification.rejection_sampler import AUTO
 from draftsmith.speculators.drafter import Drafter
 from draftsmith.speculators.errors import ConfigError
 from draftsmith.speculators.target.frozen_target import FrozenTarget
@@ -59,46 +58,110 @@ Params = SamplingParams | Sequence[SamplingParams] | None  # for all prompts, or
 WARM_UP_PROMPT = 64  # tokens, which are the context that costs of rounds are measured with
 
 
-class LLM:
-    """A target, optionally drafted for.
+class HeadDrafting(TypedDict, total=False):
+    """How a drafter of `LLM.from_modules` drafts; what is left out is as HeadProposer has it."""
 
-    model      folder or repository id; or a loaded FrozenTarget or PreTrainedModel, which keeps its
-               dtype and device
-    tokenizer  folder, repository id or tokenizer object; None: the model's own
-    options    those of EngineOptions (inference/engine_options.py), and options of vLLM that change
-               no output, today's and those of its older versions
-               (inference/entrypoints/vllm_options.py)
+    num_speculative_tokens: int
+    draft_sample_method: str
+    tree: TreeShape | None
+
+
+class LLM:
+    """A language model that writes text, optionally drafted for: what it writes is the model's own.
+
+        from draftsmith import LLM, SamplingParams
+
+        llm = LLM(
+            "Qwen/Qwen3-8B",
+            speculative_config={"model": "path/to/drafter", "num_speculative_tokens": 4},
+        )
+        outputs = llm.generate(["The capital of France is"], SamplingParams(max_tokens=64))
+        print(outputs[0].outputs[0].text)
+        print(llm.get_metrics().acceptance_length)
+
+    model       the target: a folder, a repository id ("org/name", "org/name@revision"), or a model
+                in memory (PreTrainedModel, FrozenTarget), which keeps its dtype and device
+    tokenizer   a folder, a repository id or a tokenizer; None: the model's own. Without one, as
+                with a model in memory, prompts are token ids and texts are empty
+    dtype       precision of the target: "float32", "bfloat16", "float16"; "auto": the checkpoint's,
+                or float32 in place of bfloat16 on a CPU without instructions for it
+    device      "cpu", "cuda", "cuda:1", …; None: cuda if there is one, else cpu
+    revision    branch, tag or commit of the model's repository; None: main
+    trust_remote_code       run Python code that comes with the model's repository
+    speculative_config      how to draft, by vLLM's names; None: no drafting. Its keys, of which
+                            one of the first two is needed:
+        "model"                     the exported drafter: a folder or a repository id
+        "method"                    its family, which is read from its config.json if left out; or
+                                    "ngram", "suffix", "lookahead", which need no model
+        "num_speculative_tokens"    K, tokens drafted per round; by default what the drafter was
+                                    made for
+        others                      docs/runtime.md, "Drafting"
+    seed                    what the seeds of requests without one are made from
+    max_model_len           most tokens of a prompt and its response together; None: the model's own
+                            limit, or its drafter's if that is less
+    max_num_seqs            responses written at the same time; the others wait
+    max_num_batched_tokens  prompt tokens that one forward of the target reads
+    enforce_eager           False: rounds on CUDA run compiled, with CUDA graphs. True: never. None:
+                            eager on every device, unless `compilation_config` asks for compiled
+                            rounds
+    compilation_config      how rounds are compiled, as in vLLM: a mode from 0 (not at all) to 3, or
+                            a dict with "mode", "backend", "cudagraph_mode"
+    tensor_parallel_size    without effect: the target is on one device. Above 1 it is a warning
+    vllm_options            other options of vLLM's LLM, of today and of older versions, so that a
+                            snippet written for vLLM runs as it is. Those that change no output
+                            (gpu_memory_utilization, block_size, …) are without effect
+
+    ConfigError, whose `where` names the place: an unknown option, or one that would change outputs
+    and is not implemented; a wrong value; a drafter that does not fit the target; rows of the
+    `max_model_len` that was passed do not fit the device. CheckpointError: files that cannot be
+    loaded, or are not what their config.json says.
     """
+
+    engine: Engine
+    _tokenizer: Any
+    _eos_token_ids: frozenset[int]
+    _num_prompts: int  # names requests
+    _num_seeded: int  # numbers the responses that brought no seed
 
     def __init__(
         self,
         model: str | FrozenTarget | PreTrainedModel,
         tokenizer: Any = None,
-        **options: Any,
+        *,
+        dtype: str | torch.dtype = "auto",
+        device: str | torch.device | None = None,
+        revision: str | None = None,
+        trust_remote_code: bool = False,
+        speculative_config: Mapping[str, Any] | None = None,
+        seed: int = 0,
+        max_model_len: int | None = None,
+        max_num_seqs: int = 8,
+        max_num_batched_tokens: int = 512,
+        enforce_eager: bool | None = None,
+        compilation_config: Mapping[str, Any] | int | None = None,
+        tensor_parallel_size: int = 1,
+        **vllm_options: Any,
     ) -> None:
-        given = read_options({**options, "tokenizer": tokenizer})
-        source: dict[str, Any] = {
-            "trust_remote_code": given.trust_remote_code,
-            "revision": given.revision,
-        }
-        drafting = read_speculative_config(given.speculative_config)
-        config = parse_speculative_config(complete(drafting, model, **source))
-        device = default_device(given.device)
-        target = load_target(model, dtype=given.dtype, device=device, **source)
-        if loaded(model):
-            require_as_loaded(target, given.dtype, given.device)
-        tokenizer = load_tokenizer(model, given.tokenizer, **source)
-        target, drafter = load_drafter_for(target, config, tokenizer)
-        limit = model_limit(target, given.max_model_len, drafter)
-        self._set_up(
-            target,
-            given,
-            limit,
-            tokenizer,
-            proposer=make_proposer(config, target, drafter, given.max_num_seqs, limit),
-            draft_length=make_draft_length(config),
-            rejection_sample_method=config.rejection_sample_method,
+        options = read_options(
+            {
+                **vllm_options,
+                "tokenizer": tokenizer,
+                "dtype": dtype,
+                "device": device,
+                "revision": revision,
+                "trust_remote_code": trust_remote_code,
+                "speculative_config": speculative_config,
+                "seed": seed,
+                "max_model_len": max_model_len,
+                "max_num_seqs": max_num_seqs,
+                "max_num_batched_tokens": max_num_batched_tokens,
+                "enforce_eager": enforce_eager,
+                "compilation_config": compilation_config,
+                "tensor_parallel_size": tensor_parallel_size,
+            }
         )
+        engine, loaded_tokenizer = _load(model, options)
+        self._set_up(engine, loaded_tokenizer)
 
     @classmethod
     def from_modules(
@@ -106,45 +169,47 @@ class LLM:
         target: FrozenTarget | PreTrainedModel,
         *,
         drafter: Drafter | None = None,
-        drafting: Mapping[str, Any] | None = None,
+        drafting: HeadDrafting | None = None,
         proposer: Proposer | None = None,
         tokenizer: Any = None,
         options: EngineOptions | None = None,
-        **others: Any,
+        draft_length: DraftLength | None = None,
+        rejection_sample_method: str = AUTO,
     ) -> LLM:
-        """An LLM of modules in memory: a target, and a drafter, which is attached to it, or a
-        proposer.
+        """An LLM of modules in memory, for measurements during training and for tests; what is
+        reported is measured on an export.
 
-        `drafting`: options of HeadProposer. `options`: those of the engine; nothing is loaded by
-        them. `others`: further arguments of Engine. For measurements during training and tests;
-        what is reported is measured on an export."""
+        drafter         drafts for the target, to which it is attached; with `drafting`
+        proposer        drafts in place of a drafter; None and no drafter: nothing is drafted
+        tokenizer       None: prompts are token ids, and texts are empty
+        options         of the engine; those that load something have no effect
+        draft_length    how many tokens a round drafts; None: as many as the proposer can
+        rejection_sample_method     the verification rule at temperatures above 0
+
+        Errors as of the constructor."""
         taps: Sequence[int] = ()
         if drafter is not None and drafter.traits.reads_taps:
             taps = drafter.config.tap_layers
         target = load_target(target, taps)
-        given = options or EngineOptions()
-        limit = model_limit(target, given.max_model_len, drafter)
+        options = options or EngineOptions()
+        limit = model_limit(target, options.max_model_len, drafter)
         if drafter is not None:
-            sizes = given.max_num_seqs, limit
-            proposer = HeadProposer(drafter.attach(target), target, *sizes, **(drafting or {}))
+            attached = drafter.attach(target)
+            rows = options.max_num_seqs
+            proposer = HeadProposer(attached, target, rows, limit, **(drafting or {}))
         llm = cls.__new__(cls)
-        llm._set_up(target, given, limit, tokenizer, proposer=proposer, **others)
+        llm._set_up(
+            _make_engine(target, options, limit, proposer, draft_length, rejection_sample_method),
+            tokenizer,
+        )
         return llm
 
-    def _set_up(
-        self, target: FrozenTarget, options: EngineOptions, limit: int, tokenizer: Any, **rest: Any
-    ) -> None:
-        """ConfigError if an accelerator's memory does not hold rows of the length that was given; a
-        warning, if it was not: few texts are as long as a model's own limit."""
-        self.engine = Engine(target, options.model_copy(update={"max_model_len": limit}), **rest)
-        if (fault := memory_fault(self.engine)) is not None:
-            if options.max_model_len is not None:
-                raise ConfigError(fault)
-            logger.warning("%s, or expect to run out of memory in long texts", fault)
+    def _set_up(self, engine: Engine, tokenizer: Any) -> None:
+        self.engine = engine
         self._tokenizer = tokenizer
-        self._eos_token_ids = end_of_sequence_ids(target, tokenizer)
-        self._num_prompts = 0  # names requests
-        self._num_seeded = 0  # numbers the responses that brought no seed
+        self._eos_token_ids = end_of_sequence_ids(engine.target, tokenizer)
+        self._num_prompts = 0
+        self._num_seeded = 0
 
     # ------------------------------------------------------------------ text
 
@@ -156,12 +221,17 @@ class LLM:
         *,
         speculate: bool = True,
     ) -> list[RequestOutput]:
-        """Responses to prompts, in their order.
+        """Responses to prompts, in their order: `outputs[i].outputs[0].text` is what was written
+        after prompt i.
 
-        A prompt is a string, {"prompt": str}, a list of token ids or {"prompt_token_ids": [int]};
-        one or a list of them. `sampling_params`: one for all or one per prompt. `use_tqdm`: a bar
-        of responses; a callable makes one from tqdm's arguments. `speculate=False`: drafting is
-        off. ConfigError, before any is run, names every prompt that cannot be."""
+        prompts          a string, {"prompt": str}, a list of token ids,
+                         {"prompt_token_ids": [int]}, or a list of these
+        sampling_params  one for all prompts, or a list with one for each; None: SamplingParams(),
+                         which samples 16 tokens at temperature 1
+        use_tqdm         show a bar of responses; a callable makes one from tqdm's arguments
+        speculate        False: nothing is drafted
+
+        ConfigError names every prompt or parameter that cannot be run; then none has been."""
         return self._run(
             read_prompts(prompts, self._tokenizer), sampling_params, use_tqdm, speculate
         )
@@ -178,8 +248,16 @@ class LLM:
         tools: list[Any] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Responses to one conversation, a list of {"role", "content"}, or a list of them, by the
-        chat template."""
+        """Responses to conversations, which the chat template makes prompts of.
+
+        messages                a conversation, a list of {"role": …, "content": …}, or a list of
+                                conversations
+        add_generation_prompt   end each prompt with the opening of the model's turn
+        chat_template           used in place of the tokenizer's: the template, not its file
+        tools                   for the template; None: none
+        chat_template_kwargs    further variables of the template
+
+        The others, and errors, as of `generate`."""
         options = {
             "add_generation_prompt": add_generation_prompt,
             "chat_template": chat_template,
@@ -228,7 +306,8 @@ class LLM:
         """The prompts with their parameters, as `start` takes them. ConfigError names every prompt
         that cannot be run; its `where` is "prompts", or the parameter that is at fault first.
         Changes nothing: callable from any thread."""
-        limit, vocab_size = self.engine.max_model_len, self.engine.target.vocab_size
+        limit = self.engine.max_model_len
+        vocab_size = self.engine.target.vocab_size
         bad_words: dict[int, list[list[int]]] = {}  # by identity: many prompts may share parameters
         wrong_params: dict[int, dict[str, str]] = {}
         checked: list[CheckedRequest] = []
@@ -344,6 +423,7 @@ class LLM:
         return SamplingParams()
 
     def get_tokenizer(self) -> Any:
+        """The tokenizer; None where a model in memory came without one."""
         return self._tokenizer
 
     def get_metrics(self) -> SpecDecodeCounters:
@@ -354,6 +434,55 @@ class LLM:
     def reset_metrics(self) -> None:
         """Sets the counters to zero."""
         self.engine.reset_metrics()
+
+
+def _load(
+    model: str | FrozenTarget | PreTrainedModel, options: EngineOptions
+) -> tuple[Engine, Any]:
+    """The engine, and the tokenizer, which is None where a model in memory came without one."""
+    source: dict[str, Any] = {
+        "trust_remote_code": options.trust_remote_code,
+        "revision": options.revision,
+    }
+    drafting = read_speculative_config(options.speculative_config)
+    config = parse_speculative_config(complete(drafting, model, **source))
+    device = default_device(options.device)
+    target = load_target(model, dtype=options.dtype, device=device, **source)
+    if loaded(model):
+        require_as_loaded(target, options.dtype, options.device)
+    tokenizer = load_tokenizer(model, options.tokenizer, **source)
+    target, drafter = load_drafter_for(target, config, tokenizer)
+    limit = model_limit(target, options.max_model_len, drafter)
+    proposer = make_proposer(config, target, drafter, options.max_num_seqs, limit)
+    rule = config.rejection_sample_method
+    engine = _make_engine(target, options, limit, proposer, make_draft_length(config), rule)
+    return engine, tokenizer
+
+
+def _make_engine(
+    target: FrozenTarget,
+    options: EngineOptions,
+    max_model_len: int,
+    proposer: Proposer | None,
+    draft_length: DraftLength | None,
+    rejection_sample_method: str,
+) -> Engine:
+    """The engine, with rows of `max_model_len` tokens.
+
+    ConfigError if an accelerator's memory does not hold rows of the length that the options ask
+    for; a warning, if they ask for none: few texts are as long as a model's own limit."""
+    engine = Engine(
+        target,
+        options.model_copy(update={"max_model_len": max_model_len}),
+        proposer=proposer,
+        draft_length=draft_length,
+        rejection_sample_method=rejection_sample_method,
+    )
+    if (fault := memory_fault(engine)) is not None:
+        if options.max_model_len is not None:
+            raise ConfigError(fault)
+        logger.warning("%s, or expect to run out of memory in long texts", fault)
+    return engine
 
 
 def _params_per_prompt(sampling_params: Params, count: int) -> list[SamplingParams]:

@@ -87,12 +87,12 @@ RULES = {"standard": "token"}  # and of rules
 NGRAM = ("[ngram]", "ngram")  # a `model` that means a method
 
 
-def read_options(given: Mapping[str, Any]) -> EngineOptions:
-    """The keyword arguments of `LLM`, among them those of vLLM's that have no name here.
+def read_options(arguments: Mapping[str, Any]) -> EngineOptions:
+    """The arguments of `LLM` but its model, among them those of vLLM's that have no name here.
 
     Warnings for options of older versions and for several devices. ConfigError names every option
     that is wrong, or would change something and is not known."""
-    options = without_accepted("LLM", given, ENGINE_OPTIONS)
+    options = without_accepted("LLM", arguments, ENGINE_OPTIONS)
     old = {name: options.pop(name) for name in DEPRECATED if name in options}
     old = {name: value for name, value in old.items() if value is not None}
     if old:

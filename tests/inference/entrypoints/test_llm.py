@@ -3,19 +3,43 @@ loaded from disk."""
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import replace
 
 import pytest
 import torch
 
 from draftsmith.inference import LLM, SamplingParams
-from draftsmith.speculators.errors import ConfigError
+from draftsmith.inference.engine_options import EngineOptions
+from draftsmith.speculators.errors import ConfigError, DraftsmithError
 from draftsmith.speculators.export import export_drafter
 from tests.support.engines import make_llm
 from tests.support.errors import raises_at
 
 LIMIT, VOCAB, TAPS = 64, 94, (1, 2)
 NGRAM = {"method": "ngram", "num_speculative_tokens": 2}
+
+
+def test_signature_of_llm_has_the_options_of_an_engine_with_their_defaults():
+    keywords = dict(inspect.signature(LLM).parameters)
+    assert [keywords.pop("model").default, keywords.popitem()[1].kind.description] == [
+        inspect.Parameter.empty,
+        "variadic keyword",
+    ]
+    defaults = {name: keyword.default for name, keyword in keywords.items()}
+    assert defaults == EngineOptions().model_dump()
+    assert [*keywords] == [*EngineOptions.model_fields]
+    described = LLM.__doc__ or ""
+    assert [name for name in keywords if f"\n    {name} " not in described] == []
+
+
+@pytest.mark.parametrize("name", [*EngineOptions.model_fields])
+def test_every_option_of_llm_reaches_the_engine_options(name, model):
+    """Each is in a place of its own between signature and options, where it could be lost."""
+    wrong = {"tokenizer": "no such folder", "dtype": "int", "device": "cuda:99"}
+    with pytest.raises(DraftsmithError) as error:
+        LLM(model, **{name: wrong.get(name, object())})
+    assert name in f"{error.value}"
 
 
 def test_everything_from_disk(model, tiny_eagle3, byte_tokenizer, tmp_path):
