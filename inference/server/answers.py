@@ -29,14 +29,19 @@ class CompletionWriter:
     def __init__(
         self, request: Any, base: Mapping[str, Any], llm: LLM, ticket: Ticket, detail: str
     ) -> None:
-        self.request, self.tokenizer, self.ticket = request, llm.get_tokenizer(), ticket
-        self._base, self._proposer, self._detail = base, llm.engine.proposer, detail
+        self.request = request
+        self.tokenizer = llm.get_tokenizer()
+        self.ticket = ticket
+        self._base = base
+        self._proposer = llm.engine.proposer
+        self._detail = detail
         self._begun: set[int] = set()  # indices of choices
         self._rounds: dict[int, RoundTexts] = {}  # by index of the choice
         self._offsets: dict[int, int] = {}  # characters written of each choice
         self._completion_tokens = 0
 
     def whole(self, outputs: Sequence[RequestOutput]) -> Answer:
+        """The answer that is no stream. `outputs`: one for each prompt, finished."""
         choices = [
             self.choice(prompt, output, completion)
             for prompt, output in enumerate(outputs)
@@ -60,6 +65,7 @@ class CompletionWriter:
             yield self.chunk([]) | fields
 
     def chunk(self, choices: list[Answer]) -> Answer:
+        """A chunk of a stream."""
         usage = {"usage": None} if self.request.usage_at_end else {}  # as OpenAI has it
         return {**self._base, "object": self.objects[1], "choices": choices, **usage}
 
@@ -92,6 +98,8 @@ class CompletionWriter:
         return fields
 
     def logprobs(self, index: int, completion: CompletionOutput) -> Answer:
+        """The log-probabilities (natural logarithm) of the tokens of the choice with this index, in
+        the shape of completions. Offsets are those of the tokens' own texts in characters."""
         pairs = list(zip(completion.token_ids, completion.logprobs or (), strict=True))
         texts = [entries[token].decoded_token or "" for token, entries in pairs]
         name = self.token_name
@@ -131,11 +139,12 @@ class CompletionWriter:
 
 
 class ChatWriter(CompletionWriter):
-    """Answers of /v1/chat/completions."""
+    """Writes the answer to one request of /v1/chat/completions."""
 
     objects = ("chat.completion", "chat.completion.chunk")
 
     def whole(self, outputs: Sequence[RequestOutput]) -> Answer:
+        """As of completions, with the ids of the prompt beside the choices."""
         return super().whole(outputs) | self._prompt(outputs[0])
 
     def _prompt(self, output: RequestOutput) -> Answer:
@@ -143,6 +152,7 @@ class ChatWriter(CompletionWriter):
         return ids if self.request.return_token_ids else {}
 
     def chunks(self, prompt: int, output: RequestOutput) -> Iterator[Answer]:
+        """Chunks for a delta: before the first of a choice one that names the role."""
         for completion in output.outputs:
             index = completion.index
             if index not in self._begun:
@@ -154,11 +164,13 @@ class ChatWriter(CompletionWriter):
             yield self.chunk([choice | self.rest(prompt, index, completion)])
 
     def choice(self, prompt: int, output: RequestOutput, completion: CompletionOutput) -> Answer:
+        """A choice with the message that was written."""
         message = {"role": "assistant", "content": completion.text, "refusal": None}
         choice = {"index": completion.index, "message": message}
         return choice | self.rest(prompt, completion.index, completion)
 
     def logprobs(self, index: int, completion: CompletionOutput) -> Answer:
+        """The log-probabilities of the tokens in the shape of chats, the likeliest first."""
         content = []
         most = None if self.request.top_logprobs == -1 else self.request.top_logprobs
         for token, entries in zip(completion.token_ids, completion.logprobs or (), strict=True):
@@ -188,6 +200,7 @@ class RoundTexts:
         self._detokenizer = Detokenizer(tokenizer, prompt, params)
 
     def rounds(self, completion: CompletionOutput) -> list[Answer]:
+        """The rounds of a delta, which must come in their order."""
         rounds: list[Answer] = []
         for judged in completion.rounds or ():
             committed = []
@@ -211,7 +224,8 @@ def acceptance(request: Request, most: int, detailed: bool) -> Answer:
     """The acceptance of a response under vLLM's names. acceptance_histogram[j]: verifications that
     accepted j of at most `most` drafts; `detailed` adds an entry per verification."""
     counters = request.counters
-    accepted_tokens, draft_tokens = counters.num_accepted_tokens, counters.num_draft_tokens
+    accepted_tokens = counters.num_accepted_tokens
+    draft_tokens = counters.num_draft_tokens
     rounds = zip(request.drafted_per_round, request.accepted_per_round, strict=True)
     steps = [(drafted, accepted) for drafted, accepted in rounds if drafted]
     accepted = [count for _, count in steps]

@@ -40,6 +40,7 @@ class APIError(HTTPException):
 
 
 def error_json(error: HTTPException) -> str:
+    """The body of the answer to a request that failed."""
     status = error.status_code
     kind, code = TYPES.get(status, (HTTPStatus(status).phrase, status))
     body = {

@@ -1,7 +1,7 @@
 """The HTTP server: OpenAI's endpoints over one LLM, for many clients at a time (docs/runtime.md).
 
-    app = make_app(LLM("path/to/target", speculative_config=…),
-    ServerOptions(served_model_name=("my-model",)))
+    llm = LLM("path/to/target", speculative_config=…)
+    app = make_app(llm, ServerOptions(served_model_name=("my-model",)))
 
 Here are the routes. Requests are read in protocol.py, answers are written in answers.py, and
 engine_thread.py decides whose turn it is."""
@@ -61,7 +61,9 @@ class Server:
     def __init__(self, llm: LLM, options: ServerOptions) -> None:
         if llm.get_tokenizer() is None:
             raise ConfigError("a server needs a tokenizer; pass one with the model, or --tokenizer")
-        self.llm, self.options, self.started = llm, options, int(time.time())
+        self.llm = llm
+        self.options = options
+        self.started = int(time.time())  # seconds since 1970
         name = options.served_model_name[0]
         self.metrics = ServerMetrics(name, llm, lambda: self.engine.in_flight)
         self.engine = EngineThread(llm, self.metrics, options)
@@ -69,24 +71,30 @@ class Server:
         self._workers = anyio.CapacityLimiter(NUM_WORKERS)
 
     async def completions(self, http: Request) -> Response:
+        """POST /v1/completions."""
         return await self._generate(http, CompletionRequest, CompletionWriter)
 
     async def chat_completions(self, http: Request) -> Response:
+        """POST /v1/chat/completions."""
         return await self._generate(http, ChatRequest, ChatWriter)
 
     async def models(self, http: Request) -> Response:
+        """GET /v1/models: one model under all of its names."""
         names = self.options.served_model_name
         return JSONResponse({"object": "list", "data": [self._card(name) for name in names]})
 
     async def prometheus(self, http: Request) -> Response:
+        """GET /metrics, under vLLM's names (prometheus.py)."""
         return Response(generate_latest(self.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     async def health(self, http: Request) -> Response:
+        """GET /health: 200 without a body; 503 if the engine has failed."""
         self.engine.require_running()
         return Response()
 
     async def page(self, http: Request) -> Response:
-        """As a chat where the model has a template, else with a text to be continued."""
+        """GET /: the page, as a chat where the model has a template, else with a text to be
+        continued."""
         text = PAGE.read_text(encoding="utf-8")
         if self.options.chat_template or self.llm.get_tokenizer().chat_template:
             text = text.replace('id="chat"', 'id="chat" checked', 1)
@@ -94,7 +102,8 @@ class Server:
 
     def _card(self, name: str) -> dict[str, Any]:
         """APIError 404 for a model that is not served."""
-        names, engine = self.options.served_model_name, self.llm.engine
+        names = self.options.served_model_name
+        engine = self.llm.engine
         if name not in names:
             message = f"no model {name!r} here; expected one of {', '.join(names)}"
             raise APIError(404, message, "model")
@@ -112,8 +121,8 @@ class Server:
         keys = [key.encode() for key in self.options.api_key]
 
         async def keyed(http: Request) -> Response:
-            scheme, _, given = http.headers.get("authorization", "").partition(" ")
-            matches = [hmac.compare_digest(given.strip().encode(), key) for key in keys]
+            scheme, _, sent = http.headers.get("authorization", "").partition(" ")
+            matches = [hmac.compare_digest(sent.strip().encode(), key) for key in keys]
             if keys and not (scheme.lower() == "bearer" and any(matches)):
                 message = "no valid API key; send one as `Authorization: Bearer KEY`"
                 raise APIError(401, message, headers={"WWW-Authenticate": "Bearer"})
@@ -232,6 +241,7 @@ class EventStream(StreamingResponse):
         self._on_close = on_close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Sends the events, as an ASGI application."""
         try:
             await super().__call__(scope, receive, send)
         finally:

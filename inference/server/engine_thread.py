@@ -61,8 +61,10 @@ class Ticket:
     deltas. `traced`: they have rounds. `begun`: what the engine has, by index of the prompt."""
 
     def __init__(self, engine: EngineThread, responses: int, streaming: bool, traced: bool) -> None:
-        self._engine, self.responses = engine, responses
-        self.streaming, self.traced = streaming, traced
+        self._engine = engine
+        self.responses = responses
+        self.streaming = streaming
+        self.traced = traced
         self.prompts: Sequence[Prompt] = ()
         self.begun: dict[int, Response] = {}
         self.updates: asyncio.Queue[tuple[int, RequestOutput | HTTPException]] = asyncio.Queue()
@@ -95,7 +97,8 @@ class EngineThread:
     after which nothing is served; `on_failure` is called then."""
 
     def __init__(self, llm: LLM, metrics: ServerMetrics, options: ServerOptions) -> None:
-        self.llm, self.metrics = llm, metrics
+        self.llm = llm
+        self.metrics = metrics
         self._places = llm.engine.scheduler.max_num_seqs + options.max_num_queued_reqs
         self.in_flight = 0  # responses of all tickets
         self.failure: BaseException | None = None
@@ -135,6 +138,7 @@ class EngineThread:
         return ticket
 
     def leave(self, ticket: Ticket) -> None:
+        """Frees the place of a ticket; what it has unfinished is aborted between two rounds."""
         self._tickets.remove(ticket)
         self.in_flight -= ticket.responses
         self.call(partial(self._end_all, ticket))
@@ -252,7 +256,8 @@ class EngineThread:
     def _publish(self, request_id: str) -> None:
         """Hands on what a round has written of a response."""
         ticket, index = self._active[request_id]
-        response, output = ticket.begun[index], None
+        response = ticket.begun[index]
+        output = None
         if ticket.streaming:
             output = response.delta()
         elif response.finished:

@@ -23,10 +23,13 @@ class ServerMetrics(Collector):
     the responses that run or wait."""
 
     def __init__(self, model_name: str, llm: LLM, in_flight: Callable[[], int]) -> None:
-        self.registry, self._llm, self._in_flight = CollectorRegistry(), llm, in_flight
+        self.registry = CollectorRegistry()
+        self._llm = llm
+        self._in_flight = in_flight
         self._labels = {"model_name": model_name, "engine": "0"}  # vLLM numbers its engines
         self._ended = Counter[str]()  # responses by reason
-        self._prompt_tokens = self._generation_tokens = 0
+        self._prompt_tokens = 0
+        self._generation_tokens = 0
         self.registry.register(self)
 
     def finished(self, request: Request) -> None:
@@ -37,6 +40,7 @@ class ServerMetrics(Collector):
             self._generation_tokens += len(request.output_token_ids)
 
     def collect(self) -> Iterator[Metric]:
+        """The metrics of one scrape; those of drafting only if there is a drafter."""
         engine = self._llm.engine
         running = len(engine.scheduler.running)
         waiting = max(0, self._in_flight() - running)

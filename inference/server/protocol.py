@@ -54,9 +54,9 @@ def _nested_too_deeply(value: Any) -> bool:
     return True
 
 
-def _prompts(given: Any) -> list[Any]:
+def _prompts(value: Any) -> list[Any]:
     """A text, token ids, or a list of either -> a list of prompts."""
-    prompts = given if isinstance(given, list) and not _is_tokens(given) else [given]
+    prompts = value if isinstance(value, list) and not _is_tokens(value) else [value]
     if not prompts or not all(isinstance(prompt, str) or _is_tokens(prompt) for prompt in prompts):
         raise ValueError("expected a text, token ids, or a list of either")
     return prompts
@@ -109,6 +109,8 @@ class GenerationRequest(BaseModel):
         return request
 
     def check(self) -> None:
+        """APIError 400 for fields that are not of this API, do not go together, or hold too
+        much."""
         for name, value in FIXED.items():
             if self.extra.get(name, value) != value:
                 raise APIError(400, f"{name}: only vLLM does it", name)
@@ -133,14 +135,17 @@ class GenerationRequest(BaseModel):
 
     @property
     @abstractmethod
-    def num_prompts(self) -> int: ...
+    def num_prompts(self) -> int:
+        """How many prompts there are, each with n responses."""
 
     @property
     def extra(self) -> dict[str, Any]:
+        """The fields that are none of this class, such as those of SamplingParams."""
         return self.model_extra or {}
 
     @property
     def usage_at_end(self) -> bool:
+        """True if a stream ends with a chunk that counts tokens."""
         return bool(self.stream_options.get("include_usage"))
 
     @property
@@ -154,7 +159,8 @@ class GenerationRequest(BaseModel):
         tokenized."""
 
     @abstractmethod
-    def num_logprobs(self) -> int | None: ...
+    def num_logprobs(self) -> int | None:
+        """`logprobs` of SamplingParams."""
 
     def parse(
         self, params: SamplingParams, llm: LLM, options: ServerOptions, limit: TextLimit
@@ -169,15 +175,17 @@ class GenerationRequest(BaseModel):
         prompts = []
         try:
             for prompt in self.tokenize(llm, options, limit):
-                if (tokens := len(prompt.token_ids)) >= context:
-                    llm.check([prompt], [params])  # says so, before others are tokenized
-                if tokens + most > context:
-                    sizes = f"{self.max_field}={most}, a prompt of {tokens} tokens"
-                    raise APIError(400, f"{sizes}; the context is {context}", self.max_field)
                 prompts.append(prompt)
-            return llm.check(prompts, [params] * len(prompts))
+                if len(prompt.token_ids) + most > context:
+                    break  # refused below: the others need not be tokenized
+            checked = llm.check(prompts, [params] * len(prompts))
         except ConfigError as error:
             raise self._named(error) from error
+        longest = max(len(prompt.token_ids) for prompt in prompts)
+        if longest + most > context:
+            sizes = f"{self.max_field}={most}, a prompt of {longest} tokens"
+            raise APIError(400, f"{sizes}; the context is {context}", self.max_field)
+        return checked
 
     def _require_few_logprobs(self, params: SamplingParams, vocab_size: int, most: int) -> None:
         """vLLM's --max-logprobs: -1 is the vocabulary, in a request as well."""
@@ -211,6 +219,8 @@ class GenerationRequest(BaseModel):
 
 
 class CompletionRequest(GenerationRequest):
+    """The body of /v1/completions."""
+
     prompt_field = "prompt"
     logprobs_field = "logprobs"
     default_max_tokens = 16
@@ -219,13 +229,16 @@ class CompletionRequest(GenerationRequest):
     logprobs: int | None = None
 
     def num_logprobs(self) -> int | None:
+        """As the field says."""
         return self.logprobs
 
     @property
     def num_prompts(self) -> int:
+        """Texts, and lists of token ids."""
         return len(self.prompt)
 
     def tokenize(self, llm: LLM, options: ServerOptions, limit: TextLimit) -> Iterator[Prompt]:
+        """One after the other; token ids as they are."""
         tokenizer = llm.get_tokenizer()
         for prompt in self.prompt:
             if isinstance(prompt, list):
@@ -236,7 +249,7 @@ class CompletionRequest(GenerationRequest):
 
 
 class ChatRequest(GenerationRequest):
-    """Tools are for the chat template; calls are not parsed."""
+    """The body of /v1/chat/completions. Tools are for the chat template; calls are not parsed."""
 
     prompt_field = "messages"
     logprobs_field = "top_logprobs"
@@ -251,19 +264,23 @@ class ChatRequest(GenerationRequest):
     chat_template_kwargs: dict[str, Any] = {}
 
     def num_logprobs(self) -> int | None:
+        """`top_logprobs` with `logprobs`, else none. APIError 400 for the one without the other."""
         if self.top_logprobs and not self.logprobs:
             raise APIError(400, "top_logprobs: only with logprobs: true", "top_logprobs")
         return self.top_logprobs if self.logprobs else None
 
     @property
     def max_field(self) -> str:
+        """OpenAI's name of today where the request has it, else that of before."""
         return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
 
     @property
     def num_prompts(self) -> int:
+        """1: the conversation."""
         return 1
 
     def check(self) -> None:
+        """APIError 400 also for a chat template."""
         super().check()
         # a template is a program, which may run for ever
         if "chat_template" in self.chat_template_kwargs:
@@ -271,6 +288,7 @@ class ChatRequest(GenerationRequest):
             raise APIError(400, f"{name}: templates come with --chat-template", name)
 
     def tokenize(self, llm: LLM, options: ServerOptions, limit: TextLimit) -> Iterator[Prompt]:
+        """The prompt that the chat template makes of the conversation."""
         template_options = {
             "chat_template": options.chat_template,
             "add_generation_prompt": True,

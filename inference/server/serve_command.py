@@ -1,5 +1,4 @@
-"""The command `draftsmith serve`, also `python -m draftsmith.inference.serve` and `python -m
-inference.server`.
+"""The command `draftsmith serve`; `python -m draftsmith.inference.serve` is the same.
 
 Flags are vLLM's, with dashes or underscores. Flags that change no output here are accepted, all
 others that are not known are errors (vllm_options). torch is imported after the flags are read."""
@@ -43,11 +42,11 @@ def register(app: typer.Typer) -> None:
     flags.register(app, "serve", ServeFlags, run, others=True)
 
 
-def run(given: flags.Values, words: Sequence[str] = ()) -> None:
+def run(values: flags.Values, words: Sequence[str] = ()) -> None:
     """Serves until SIGTERM or SIGINT. A signal ends a server that is still loading or compiling at
     once; one that serves takes nothing more, and gives what runs `shutdown_timeout_s`."""
-    given, words = with_model(given, words)
-    options = read_flags(given)
+    values, words = with_model(values, words)
+    options = read_flags(values)
     logging.basicConfig(level=logging.INFO, format="%(levelname)s: %(message)s")
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # an exception would wait for what compiles
     with bind(options.host, options.port) as listening:
@@ -91,8 +90,8 @@ def load(options: ServeFlags, words: Sequence[str] = ()) -> LLM:
     from draftsmith.inference.entrypoints.llm import LLM
 
     names = options.model_fields_set & set(EngineOptions.model_fields)
-    given = {name: getattr(options, name) for name in names}
-    return LLM(options.model, **given, **undeclared(words))
+    values = {name: getattr(options, name) for name in names}
+    return LLM(options.model, **values, **undeclared(words))
 
 
 def sampling_defaults(values: dict[str, Any]) -> dict[str, Any]:

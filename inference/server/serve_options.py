@@ -18,12 +18,12 @@ PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
 SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", *PENALTIES)  # with server defaults
 
 
-def _template(given: str | None) -> str | None:
+def _template(value: str | None) -> str | None:
     """The text of a template file; a template itself is returned as it is."""
-    if given is None or "{" in given:
-        return given
+    if value is None or "{" in value:
+        return value
     try:
-        return Path(given).read_text(encoding="utf-8")
+        return Path(value).read_text(encoding="utf-8")
     except OSError as error:
         raise ValueError(f"could not be read: {error.strerror}") from error
 
@@ -47,51 +47,72 @@ class ServerOptions(BaseModel):
 
     served_model_name: tuple[str, ...] = Field(min_length=1)  # the first is in answers
     chat_template: Annotated[str | None, BeforeValidator(_template)] = option(
-        None, "file of a chat template, or the template itself"
+        None, "file of a chat template, or the template itself; default: the tokenizer's"
     )
-    default_chat_template_kwargs: JsonObject = option({}, "for the chat template")
+    default_chat_template_kwargs: JsonObject = option(
+        {}, "variables of the chat template, where a request does not set them"
+    )
     sampling_defaults: dict[str, Any] = Field({}, exclude=True)  # no flag: of generation_config
     api_key: Annotated[tuple[str, ...], AfterValidator(_sendable)] = option(
-        (), "keys that open the server, all but /health (or DRAFTSMITH_API_KEY)"
+        (),
+        "a key that clients must send, for all but / and /health; default:"
+        " $DRAFTSMITH_API_KEY, and without it none",
     )
-    max_num_queued_reqs: int = option(256, "waiting responses; then 429", ge=0)
-    max_request_bytes: int = option(8 * 1024**2, "longest body of a request; then 413", ge=1)
-    max_logprobs: int = option(20, "most logprobs of a token; -1: the vocabulary", ge=-1)
-    shutdown_timeout_s: int = option(20, "seconds for running requests after SIGTERM", ge=0)
-    per_request_spec_decode_metrics: SpecDecodeDetail = option("none", "acceptance of each answer")
+    max_num_queued_reqs: int = option(
+        256, "responses that may wait for a place; beyond them the answer is 429", ge=0
+    )
+    max_request_bytes: int = option(
+        8 * 1024**2, "bytes that a request may have; beyond them the answer is 413", ge=1
+    )
+    max_logprobs: int = option(
+        20, "most log-probabilities of a token that a request may ask for; -1: all", ge=-1
+    )
+    shutdown_timeout_s: int = option(
+        20, "seconds after SIGTERM for requests that are running", ge=0
+    )
+    per_request_spec_decode_metrics: SpecDecodeDetail = option(
+        "none", "what an answer says of its own acceptance, where the request does not ask"
+    )
 
 
 class ServeFlags(EngineOptions, ServerOptions):
     """Serve a target and its drafter over HTTP, for OpenAI's clients; flags are vLLM's."""
 
-    served_model_name: tuple[str, ...] = option((), "names for clients; default: --model")
-    model: str = option("", "the target: folder or repository id; may also come without --model")
-    host: str = option("127.0.0.1", "address to listen on; 0.0.0.0: every one of this machine")
-    port: int = option(8000, ge=0, le=65535)
+    served_model_name: tuple[str, ...] = option(
+        (), "name that clients call the model by; default: --model"
+    )
+    model: str = option(
+        "", "the target: folder or repository id; may also come first, without --model"
+    )
+    host: str = option("127.0.0.1", "address to listen on; 0.0.0.0: every one of the machine")
+    port: int = option(8000, "port to listen on; 0: any free one", ge=0, le=65535)
     generation_config: Literal["auto", "vllm"] = option(
-        "auto", "sampling defaults: auto: the model's; vllm: neutral"
+        "auto",
+        "sampling parameters that a request leaves out: auto: as generation_config.json of the"
+        " model has them; vllm: neutral ones",
     )
 
 
-def with_model(given: Values, words: Sequence[str]) -> tuple[Values, list[str]]:
+def with_model(values: Values, words: Sequence[str]) -> tuple[Values, list[str]]:
     """The values of the flags with the model, which may be positional as in vLLM's command: the
     first word that is neither a flag nor follows one. Also the other words."""
-    follows, rest = False, list(words)
+    follows_flag = False
     for i, word in enumerate(words):
-        if not (word.startswith("-") or follows or "model" in given):
-            del rest[i]
-            return given | {"model": word}, rest
-        follows = word.startswith("-") and "=" not in word
-    if not given.get("model"):
+        if not (word.startswith("-") or follows_flag or "model" in values):
+            return values | {"model": word}, [*words[:i], *words[i + 1 :]]
+        follows_flag = word.startswith("-") and "=" not in word
+    if not values.get("model"):
         raise ConfigError("give a folder or a repository id", where="serve --model")
-    return given, rest
+    return values, list(words)
 
 
-def read_flags(given: Values) -> ServeFlags:
-    values = {"served_model_name": (given["model"],)}
+def read_flags(values: Values) -> ServeFlags:
+    """The flags, with what the environment and the model's name say where they do not. `values`: as
+    `with_model` returns them. ConfigError names the flag of a wrong value."""
+    defaults: Values = {"served_model_name": (values["model"],)}
     if key := os.environ.get("DRAFTSMITH_API_KEY"):
-        values["api_key"] = (key,)
-    return validated(ServeFlags, "serve", values | given)
+        defaults["api_key"] = (key,)
+    return validated(ServeFlags, "serve", defaults | values)
 
 
 def undeclared(words: Sequence[str]) -> dict[str, Any]:
@@ -105,8 +126,8 @@ def undeclared(words: Sequence[str]) -> dict[str, Any]:
             raise ConfigError("is no flag; see --help", where=f"serve {word}")
         name = word.removeprefix("--").replace("-", "_")
         if not equals and left and not left[0].startswith("--"):
-            value, equals = left.pop(0), "="
-        if equals:
+            values[name] = json_or_text(left.pop(0))
+        elif equals:
             values[name] = json_or_text(value)
         else:
             values[name.removeprefix("no_")] = not name.startswith("no_")
