@@ -170,7 +170,7 @@ def push(
     """Upload a drafter with a card from its acceptance report; again, it sends only what is
     missing."""
     from draftsmith.speculators.export.upload import Destination
-    from draftsmith.train.pipeline.publish import CARD, PushOptions, stage
+    from draftsmith.train.pipeline.publish import CARD, PushOptions, assemble
     from draftsmith.train.pipeline.publish import push as upload
 
     options = PushOptions(base_model or None, license_ or None, report)
@@ -179,11 +179,11 @@ def push(
         typer.echo(f"{to}: {upload(folder, to, options, say=_note)}")
         return
     with tempfile.TemporaryDirectory(prefix="draftsmith-push-") as scratch:
-        staged = stage(folder, repository, Path(scratch), options, say=_note)
-        typer.echo((staged / CARD).read_text(encoding="utf-8"))
-        for path in sorted(path for path in staged.rglob("*") if path.is_file()):
+        assembled = assemble(folder, repository, Path(scratch), options, say=_note)
+        typer.echo((assembled / CARD).read_text(encoding="utf-8"))
+        for path in sorted(path for path in assembled.rglob("*") if path.is_file()):
             size = path.stat().st_size
-            typer.echo(f"{size:>15,} bytes  {path.relative_to(staged).as_posix()}")
+            typer.echo(f"{size:>15,} bytes  {path.relative_to(assembled).as_posix()}")
     typer.echo(f"This would go to {to}; nothing was sent")
 
 

@@ -62,8 +62,8 @@ def push(
     """Uploads `folder` (an export, or a run that has one); returns the address of the commit.
     CheckpointError if the drafter does not load."""
     with tempfile.TemporaryDirectory(prefix="draftsmith-push-") as scratch:
-        staged = stage(folder, to.repository, Path(scratch), options, say=say)
-        return upload(staged, to, message or f"Upload {to.repository}", delete_patterns=WRITTEN)
+        assembled = assemble(folder, to.repository, Path(scratch), options, say=say)
+        return upload(assembled, to, message or f"Upload {to.repository}", delete_patterns=WRITTEN)
 
 
 def push_run(recipe: Recipe, code: int, say: Say = print) -> None:
@@ -83,67 +83,145 @@ def push_run(recipe: Recipe, code: int, say: Say = print) -> None:
     say(f"{to}: {url}")
 
 
-def stage(
+@dataclass(frozen=True)
+class PublicDrafter:
+    """A drafter as it will be called in its repository.
+
+    export       its folder here
+    fields       its config.json as it is here
+    recipe       of the run that exported it; None: it lies alone
+    repository   org/name that it is sent to
+    base_model   the target's id on the Hub; None: it has none
+    target_name  `base_model`, or the last part of the target's folder
+    """
+
+    export: Path
+    config: DrafterConfig
+    fields: Fields
+    recipe: Recipe | None
+    repository: str
+    base_model: str | None
+    target_name: str
+
+    @property
+    def public_fields(self) -> Fields:
+        """config.json with the target under its public name."""
+        public = copy.deepcopy(self.fields)
+        for section in _target_sections(public):
+            section["name_or_path"] = self.target_name
+        return public
+
+
+def assemble(
     folder: str | Path, repository: str, out: Path, options: PushOptions, *, say: Say = print
 ) -> Path:
-    """Puts the files to be sent into `out`, weights as links; returns it."""
+    """Puts the files to be sent into `out`, weights as links; returns it. `folder`: an export, or
+    a run that has one. ConfigError: a name of the Hub is none; CheckpointError: the drafter does
+    not load."""
+    drafter = _public_drafter(folder, repository, options, say)
+    _link_files(drafter.export, out)
+    _write_config(drafter, out)
+    report = _write_report(drafter, out, options, say)
+    recipe_text = _write_recipe(drafter, out, say)
+    if not (out / CARD).exists():
+        _write_card(drafter, out, report, recipe_text, options)
+    return out
+
+
+def _public_drafter(
+    folder: str | Path, repository: str, options: PushOptions, say: Say
+) -> PublicDrafter:
+    """The drafter of `folder`, loaded strictly, and its names."""
     for name in filter(None, (repository, options.base_model)):
         if not is_repository_id(name):
             raise ConfigError(f"expected org/name, got {name!r}", where="push")
-    export = Path(folder) if (Path(folder) / "config.json").is_file() else Path(folder) / EXPORT
+    alone = (Path(folder) / "config.json").is_file()
+    export = Path(folder) if alone else Path(folder) / EXPORT
     config = _load_strictly(export)
     fields = read_fields(export)
-    run = export.absolute().parent
-    recipe = None
-    if export.name == EXPORT and (run / RECIPE).is_file():
-        recipe = load_recipe(run / RECIPE)
-    given = recipe.target.model if recipe is not None else _target_of(fields)
-    base_model = options.base_model or (repository_id(given) if given else None)
+    recipe = _recipe_beside(export)
+    target = _target_of(fields) if recipe is None else recipe.target.model
+    base_model = options.base_model or (repository_id(target) if target else None)
     if base_model is None:
         say("the target has no repository id: the card names no base_model (--base-model)")
     if base_model == repository:
         raise ConfigError("it is the target; name a repository for the drafter", where="push")
-    target = base_model or Path(given or "TARGET").name
+    target_name = base_model or Path(target or "TARGET").name
+    return PublicDrafter(export, config, fields, recipe, repository, base_model, target_name)
 
-    _link_files(export, out)
-    public = copy.deepcopy(fields)
-    for section in _target_sections(public):
-        section["name_or_path"] = target
+
+def _recipe_beside(export: Path) -> Recipe | None:
+    """The recipe of the run whose export this is."""
+    run = export.absolute().parent
+    if export.name != EXPORT or not (run / RECIPE).is_file():
+        return None
+    return load_recipe(run / RECIPE)
+
+
+def _write_config(drafter: PublicDrafter, out: Path) -> None:
+    """config.json in place of the link to it."""
     (out / "config.json").unlink()
-    write_json(out / "config.json", public)
-    path = _report_of(export, fields, options, say)
-    report = None if path is None else load_report(path)
-    if path is not None and report is not None:
-        page = path.with_name(PAGE)
-        if page.is_file() and not LOCAL.search(path.read_text(encoding="utf-8")):
-            (out / PAGE).symlink_to(page.resolve())
-        names = {"target_name": target, "drafter_path": repository, "drafter_config": public}
-        provenance = report.provenance.model_copy(update=names)
-        save_report(report.model_copy(update={"provenance": provenance}), out / REPORT)
-    text = None if recipe is None else recipe.resolved_yaml()
-    if text is not None and (local := LOCAL.search(text)):
+    write_json(out / "config.json", drafter.public_fields)
+
+
+def _write_report(
+    drafter: PublicDrafter, out: Path, options: PushOptions, say: Say
+) -> AcceptanceReport | None:
+    """The acceptance report under public names, and its page unless that holds a path of this
+    machine. None if there is no report of these very files."""
+    path = _report_of(drafter.export, drafter.fields, options, say)
+    if path is None:
+        return None
+    page = path.with_name(PAGE)
+    if page.is_file() and not LOCAL.search(page.read_text(encoding="utf-8")):
+        (out / PAGE).symlink_to(page.resolve())
+    report = load_report(path)
+    names = {
+        "target_name": drafter.target_name,
+        "drafter_path": drafter.repository,
+        "drafter_config": drafter.public_fields,
+    }
+    provenance = report.provenance.model_copy(update=names)
+    save_report(report.model_copy(update={"provenance": provenance}), out / REPORT)
+    return report
+
+
+def _write_recipe(drafter: PublicDrafter, out: Path, say: Say) -> str | None:
+    """The recipe of the run, resolved; its text. None: there is none, or it names a path."""
+    if drafter.recipe is None:
+        return None
+    text = drafter.recipe.resolved_yaml()
+    if local := LOCAL.search(text):
         say(f"{RECIPE} is not sent, since it names {local[0]}")
-        text = None
-    if text is not None:
-        (out / RECIPE).write_text(text, encoding="utf-8")
-    if not (out / CARD).exists():
-        drafts = (fields.get("draftsmith") or {}).get("num_speculative_tokens")
-        if report is not None:
-            drafts = report.provenance.num_speculative_tokens
-        facts = CardFacts(
-            repository=repository,
-            config=config,
-            fields=public,
-            target_name=target,
-            base_model=base_model,
-            num_speculative_tokens=drafts or NUM_SPECULATIVE_TOKENS,
-            license=options.license,
-            recipe=text,
-            files=sorted(path.name for path in out.iterdir()),
-            **_facts_of_recipe(recipe, target),
-        )
-        (out / CARD).write_text(model_card(facts, report), encoding="utf-8")
-    return out
+        return None
+    (out / RECIPE).write_text(text, encoding="utf-8")
+    return text
+
+
+def _write_card(
+    drafter: PublicDrafter,
+    out: Path,
+    report: AcceptanceReport | None,
+    recipe_text: str | None,
+    options: PushOptions,
+) -> None:
+    """The card, from the report and the recipe."""
+    drafts = (drafter.fields.get("draftsmith") or {}).get("num_speculative_tokens")
+    if report is not None:
+        drafts = report.provenance.num_speculative_tokens
+    facts = CardFacts(
+        repository=drafter.repository,
+        config=drafter.config,
+        fields=drafter.public_fields,
+        target_name=drafter.target_name,
+        base_model=drafter.base_model,
+        num_speculative_tokens=drafts or NUM_SPECULATIVE_TOKENS,
+        license=options.license,
+        recipe=recipe_text,
+        files=sorted(path.name for path in out.iterdir()),
+        **_facts_of_recipe(drafter.recipe, drafter.target_name),
+    )
+    (out / CARD).write_text(model_card(facts, report), encoding="utf-8")
 
 
 def _load_strictly(export: Path) -> DrafterConfig:

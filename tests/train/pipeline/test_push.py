@@ -23,7 +23,7 @@ from draftsmith.speculators.errors import CheckpointError, ConfigError, HubError
 from draftsmith.speculators.export import export_drafter
 from draftsmith.speculators.export.upload import Destination
 from draftsmith.train.pipeline.acceptance_stage import accept
-from draftsmith.train.pipeline.publish import PushOptions, push, push_run, stage
+from draftsmith.train.pipeline.publish import PushOptions, assemble, push, push_run
 from draftsmith.train.recipe.load import load_recipe
 from draftsmith.train.recipe.recipe import yaml_text
 from tests.support.cli import call
@@ -110,7 +110,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 def staged(folder: Path, out: Path, said: list[str] | None = None, **options) -> dict[str, bytes]:
     out.mkdir()
     say = [].append if said is None else said.append
-    return contents(stage(folder, REPO, out, PushOptions(**options), say=say))
+    return contents(assemble(folder, REPO, out, PushOptions(**options), say=say))
 
 
 def metadata(card: bytes) -> dict:
@@ -230,7 +230,7 @@ def test_a_public_repository_is_refused(hub, run):
 @pytest.mark.parametrize("repository, base", [("head", None), (REPO, "target"), (REPO, REPO)])
 def test_names_that_cannot_be_are_refused(run, tmp_path, repository, base):
     with raises_at(ConfigError, "push"):
-        stage(run, repository, tmp_path, PushOptions(base_model=base))
+        assemble(run, repository, tmp_path, PushOptions(base_model=base))
 
 
 def test_what_the_hub_says_is_passed_on_without_the_token(hub, run, monkeypatch):
