@@ -20,7 +20,7 @@ from draftsmith.train.features.serving_args import serving_args
 from draftsmith.train.features.state_servers import StateServers
 from draftsmith.train.features.states_spec import StatesSpec
 from draftsmith.train.features.transfers import discard
-from draftsmith.train.pipeline.run import train
+from draftsmith.train.pipeline.train_stage import train
 from draftsmith.train.recipe.data_sections import EndpointSection
 from draftsmith.train.recipe.endpoints import EndpointError
 from draftsmith.train.recipe.sections import FeaturesSection

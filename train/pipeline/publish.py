@@ -18,7 +18,7 @@ from huggingface_hub.utils import filter_repo_objects
 from safetensors import SafetensorError
 
 from draftsmith.inference.report.model_card import CardFacts, model_card
-from draftsmith.inference.report.schema import load_report, save_report
+from draftsmith.inference.report.schema import AcceptanceReport, load_report, save_report
 from draftsmith.speculators.config import DrafterConfig
 from draftsmith.speculators.digests import weights_sha256
 from draftsmith.speculators.errors import CheckpointError, ConfigError, DraftsmithError

@@ -13,9 +13,9 @@ from accelerate.utils import gather_object
 
 from draftsmith.inference import LLM, SamplingParams
 from draftsmith.train.data.sources import Example
-from draftsmith.train.pipeline import run as pipeline
+from draftsmith.train.pipeline import held_out as module
 from draftsmith.train.pipeline.data_stage import workloads_in_turn
-from draftsmith.train.pipeline.run import held_out_evaluation, held_out_measure
+from draftsmith.train.pipeline.held_out import held_out_evaluation, held_out_measure
 from draftsmith.train.regeneration.store import Response
 from tests.support.cases import Case, make
 from tests.support.engines import make_llm
@@ -88,20 +88,20 @@ def shared_replays(folder: Path) -> list[tuple[dict, list[int]]]:
     ids = rng.integers(3, 100, (5, 12)).tolist()
     texts = [Response("w", tuple(row[:4]), tuple(row[4:]), 0.0) for row in ids]
     replayed: list[int] = []
-    whole = pipeline.expected_acceptance
+    whole = module.expected_acceptance
 
     def counted(target, drafter, texts, *arguments, **options):
         replayed.append(len(texts))
         return whole(target, drafter, texts, *arguments, **options)
 
-    pipeline.expected_acceptance = counted
+    module.expected_acceptance = counted
     outcomes = []
     for shared in (None, accelerator):
         replayed.clear()
         held_out = {0.0: texts, 1.0: texts}
         evaluate = held_out_evaluation(recipe(), target, held_out, shared)
         outcomes.append((evaluate(drafter), list(replayed)))
-    pipeline.expected_acceptance = whole
+    module.expected_acceptance = whole
     return gather_object([outcomes])
 
 

@@ -20,8 +20,8 @@ from draftsmith.speculators.registry import config_for_target, family_class
 from draftsmith.speculators.target.frozen_target import FrozenTarget
 from draftsmith.speculators.target.sharding import is_sharded
 from draftsmith.train.pipeline.export_stage import Trained, export
-from draftsmith.train.pipeline.run import train
 from draftsmith.train.pipeline.run_target import load_target
+from draftsmith.train.pipeline.train_stage import train
 from draftsmith.train.recipe.recipe import Recipe
 from draftsmith.train.trainer.trainer import EXPECTED, Trainer
 from tests.support.models import make_tiny_model

@@ -18,7 +18,7 @@ from draftsmith.speculators.target.frozen_target import FrozenTarget
 from draftsmith.speculators.target.target_head import TargetHead
 from draftsmith.train.features.states_spec import StatesSpec
 from draftsmith.train.pipeline.export_stage import Trained
-from draftsmith.train.pipeline.run import train
+from draftsmith.train.pipeline.train_stage import train
 from draftsmith.train.recipe.recipe import Recipe
 from draftsmith.train.trainer.trainer import EXPECTED
 from tests.support.errors import raises_at

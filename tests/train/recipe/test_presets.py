@@ -11,6 +11,7 @@ from draftsmith.speculators.errors import ConfigError
 from draftsmith.speculators.export import export_drafter
 from draftsmith.speculators.registry import FAMILIES
 from draftsmith.train.pipeline.drafter_stage import make_drafter
+from draftsmith.train.pipeline.run import optimizers_of
 from draftsmith.train.recipe.drafter_config import default_mask_token, drafter_config
 from draftsmith.train.recipe.recipe import make_recipe
 from draftsmith.train.recipe.sections import PRESETS, SHORT_RUN, TUNED
@@ -86,6 +87,18 @@ def test_presets_are_written_out_where_the_length_is_known():
     for source in (recipe(steps=100), recipe(epochs=1.0), staged):
         again = make_recipe(source.model_dump(mode="json"))
         assert again == source and again.training_for(100) == source.training_for(100)
+
+
+def test_optimizers_of_a_run_are_said_before_the_data_is_read():
+    """With the rates and the preset; of epochs the rows are counted first."""
+    stages = [{"name": "a", "training": {"steps": 5}}, {"name": "b"}]
+    staged = recipe_of("eagle3", training={"steps": SHORT_RUN}, stages=stages)
+    (short,) = optimizers_of(recipe(steps=100, learning_rate=0.00321))
+    of_a, of_b = optimizers_of(staged)
+    assert all(text in short for text in ("Muon at 0.02", "AdamW at 0.00321", "preset short,"))
+    assert of_a.startswith("a: Muon") and "preset short," in of_a
+    assert of_b.startswith("b: AdamW") and "preset published," in of_b
+    assert optimizers_of(recipe(epochs=1.0)) == []
 
 
 def test_preset_of_a_joint_training_is_published():

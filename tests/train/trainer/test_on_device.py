@@ -19,7 +19,7 @@ from draftsmith.train.features.cache import FeatureCache
 from draftsmith.train.features.row_features import RowFeatures
 from draftsmith.train.features.source import Disk, InProcess
 from draftsmith.train.pipeline.drafter_stage import make_drafter
-from draftsmith.train.pipeline.run import held_out_evaluation
+from draftsmith.train.pipeline.held_out import held_out_evaluation
 from draftsmith.train.pipeline.run_target import RunTarget
 from draftsmith.train.recipe.drafter_config import drafter_config
 from draftsmith.train.regeneration.store import Response
