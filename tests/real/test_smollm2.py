@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from draftsmith import LLM, SamplingParams
 from draftsmith.inference.spec_decode.proposers.methods import TRAINING_FREE
+from draftsmith.train.data.examples import parse_row
 from draftsmith.train.data.loss_mask import ConversationTokenizer
-from draftsmith.train.data.sources import parse_row
 from draftsmith.train.pipeline.run import run
 from tests.support.vllm import with_head
 

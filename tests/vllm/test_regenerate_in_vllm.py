@@ -10,8 +10,8 @@ import pytest
 
 from draftsmith.inference import LLM
 from draftsmith.inference.entrypoints.loading import end_of_sequence_ids
+from draftsmith.train.data.examples import Example
 from draftsmith.train.data.loss_mask import ConversationTokenizer
-from draftsmith.train.data.sources import Example
 from draftsmith.train.recipe.data_sections import RegenerateSection
 from draftsmith.train.recipe.endpoints import EndpointError
 from draftsmith.train.regeneration.conversations import TargetFacts

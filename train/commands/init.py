@@ -25,8 +25,8 @@ from draftsmith.train.commands.options import Gpu, Model
 if TYPE_CHECKING:
     from draftsmith.train.commands.new_recipe import NewRecipe
     from draftsmith.train.data.bad_rows import BadRows
+    from draftsmith.train.data.examples import Example
     from draftsmith.train.data.loss_mask import ConversationTokenizer
-    from draftsmith.train.data.sources import Example
     from draftsmith.train.planner.devices import Device
     from draftsmith.train.planner.plan import Stage
     from draftsmith.train.recipe.recipe import Recipe

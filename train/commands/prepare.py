@@ -21,9 +21,9 @@ from draftsmith.train.commands.options import Overrides, RecipeFile
 
 if TYPE_CHECKING:
     from draftsmith.train.data.bad_rows import BadRows
+    from draftsmith.train.data.examples import Example
     from draftsmith.train.data.loss_mask import ConversationTokenizer
     from draftsmith.train.data.prepare import Prepared
-    from draftsmith.train.data.sources import Example
     from draftsmith.train.recipe.recipe import Recipe
 
 SAMPLE = 200  # examples whose tokens are counted, where the responses are not written yet

@@ -35,14 +35,14 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from draftsmith.inference.provenance import text_sha256
 from draftsmith.speculators.errors import DataError
 from draftsmith.train.data.bad_rows import BadRow
-from draftsmith.train.data.pieces import PiecewiseTokenizer, SpecialTokens, tokenise
-from draftsmith.train.data.sources import (
+from draftsmith.train.data.examples import (
     REASONING_FIELDS,
     Example,
     Message,
     says_something,
     thought_of,
 )
+from draftsmith.train.data.pieces import PiecewiseTokenizer, SpecialTokens, tokenise
 from draftsmith.train.data.template_date import CLOCK, KEY
 
 _MARKER = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")

@@ -23,8 +23,8 @@ from transformers import PreTrainedTokenizerBase
 from draftsmith.inference.progress import Advance, unwatched
 from draftsmith.speculators.errors import DataError
 from draftsmith.train.data.bad_rows import BadRow, BadRows
+from draftsmith.train.data.examples import Example
 from draftsmith.train.data.loss_mask import ConversationTokenizer, TokenRow
-from draftsmith.train.data.sources import Example
 from draftsmith.train.data.template_date import asks_for_date, run_date
 from draftsmith.train.data.tokenising import tokenise_examples
 from draftsmith.train.recipe.data_sections import DataSection

@@ -12,19 +12,18 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from draftsmith.inference.evaluation.suites import load_suite
-from draftsmith.inference.progress import Advance, unwatched
 from draftsmith.inference.whole_file import write_whole
 from draftsmith.speculators.errors import DataError
-from draftsmith.train.data.bad_rows import BadRow, BadRows
+from draftsmith.train.data.bad_rows import BadRows
+from draftsmith.train.data.examples import Example
 from draftsmith.train.data.loss_mask import ConversationTokenizer
 from draftsmith.train.data.packing import conversation_tokenizer, template_date
-from draftsmith.train.data.selection import LeftOut, decontaminate, deduplicate
-from draftsmith.train.data.sources import Example, load_sources, mix, read_sources
-from draftsmith.train.data.tokenising import tokenise_examples
+from draftsmith.train.data.selection import LeftOut, decontaminate, deduplicate, mix
+from draftsmith.train.data.sources import load_sources, read_sources
+from draftsmith.train.data.tokenising import prompts_of
 from draftsmith.train.recipe.data_sections import DataSection
 from draftsmith.train.recipe.recipe import Recipe
 
@@ -110,33 +109,6 @@ def askable(
 ) -> list[Example]:
     """The examples that make a prompt, as in `prompts_of`."""
     return [examples[number] for number in prompts_of(examples, tokenizer, bad)]
-
-
-def prompts_of(
-    examples: Sequence[Example],
-    tokenizer: ConversationTokenizer,
-    bad: BadRows,
-    *,
-    num_proc: int | None = None,
-    scratch: Path | None = None,
-    progress: Advance = unwatched,
-) -> dict[int, np.ndarray]:
-    """The tokens (int32) of the prompt of each example that makes one, by the example's number; the
-    other examples go to `bad`. The last three: as in `tokenise_examples`. DataError if none is
-    left, or `bad` takes no more."""
-    prompts = {}
-    outcomes = tokenise_examples(
-        examples, tokenizer.prompt_rows, num_proc=num_proc, scratch=scratch, progress=progress
-    )
-    for number, outcome in enumerate(outcomes):
-        if isinstance(outcome, BadRow):
-            bad.refuse(outcome)
-        else:
-            prompts[number] = outcome[0].input_ids
-    if not prompts:
-        raise DataError(f"no prompt can be made of any of {len(examples)} examples: {bad}")
-    bad.check_share()
-    return prompts
 
 
 def _named(path: Path, *names: str) -> Path:

@@ -1,17 +1,21 @@
-"""Selects the examples that are trained on: none twice, none with an evaluation prompt.
+"""Selects the examples that are trained on: none twice, none with an evaluation prompt, those of a
+source as often as its weight says.
 
 Pure functions over lists of examples, one per source; what is left out comes with a reason."""
 
 from __future__ import annotations
 
 import hashlib
+import random
 import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from draftsmith.train.data.sources import Example, Message
+from draftsmith.train.data.examples import Example, Message
+from draftsmith.train.recipe.data_sections import Source
 
 Lists = list[list[Example]]
+SEED = 0  # of fractions of a source
 SHORTEST_QUESTION = 5  # words; a shorter turn of the evaluation may stand in any conversation
 
 
@@ -70,6 +74,17 @@ def decontaminate(
         return like is None
 
     return [[example for example in some if clean(example)] for some in lists], left_out
+
+
+def mix(sources: Sequence[Source], lists: Sequence[Sequence[Example]]) -> list[Example]:
+    """Each example as often as its source's `weight`; a fraction is a seeded sample."""
+    mixed: list[Example] = []
+    for index, (source, examples) in enumerate(zip(sources, lists, strict=True)):
+        whole, fraction = divmod(source.weight, 1)
+        count = round(fraction * len(examples))
+        chosen = random.Random(f"{SEED}/{index}").sample(range(len(examples)), count)
+        mixed += list(examples) * int(whole) + [examples[i] for i in sorted(chosen)]
+    return mixed
 
 
 # ---------------------------------------------------------------------------------------------

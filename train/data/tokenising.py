@@ -27,10 +27,10 @@ from draftsmith.inference.progress import Advance, unwatched
 from draftsmith.inference.provenance import text_sha256
 from draftsmith.speculators.errors import DataError
 from draftsmith.speculators.export import disk_errors
-from draftsmith.train.data.bad_rows import BadRow
+from draftsmith.train.data.bad_rows import BadRow, BadRows
+from draftsmith.train.data.examples import Example
 from draftsmith.train.data.list_column import ListColumn
 from draftsmith.train.data.loss_mask import ConversationTokenizer, TokenRow
-from draftsmith.train.data.sources import Example
 from draftsmith.version import package_version
 
 Convert = Callable[[Example], list[TokenRow]]
@@ -72,6 +72,33 @@ def tokenise_examples(
         for done, outcome in enumerate(_in_processes(examples, convert, count, Path(folder)), 1):
             yield outcome
             progress(done)
+
+
+def prompts_of(
+    examples: Sequence[Example],
+    tokenizer: ConversationTokenizer,
+    bad: BadRows,
+    *,
+    num_proc: int | None = None,
+    scratch: Path | None = None,
+    progress: Advance = unwatched,
+) -> dict[int, np.ndarray]:
+    """The tokens (int32) of the prompt of each example that makes one, by the example's number; the
+    other examples go to `bad`. The last three: as in `tokenise_examples`. DataError if none is
+    left, or `bad` takes no more."""
+    prompts = {}
+    outcomes = tokenise_examples(
+        examples, tokenizer.prompt_rows, num_proc=num_proc, scratch=scratch, progress=progress
+    )
+    for number, outcome in enumerate(outcomes):
+        if isinstance(outcome, BadRow):
+            bad.refuse(outcome)
+        else:
+            prompts[number] = outcome[0].input_ids
+    if not prompts:
+        raise DataError(f"no prompt can be made of any of {len(examples)} examples: {bad}")
+    bad.check_share()
+    return prompts
 
 
 def examples_address(

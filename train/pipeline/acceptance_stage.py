@@ -40,9 +40,10 @@ from draftsmith.inference.vllm_python import vllm_python
 from draftsmith.inference.whole_file import check_writable, write_whole
 from draftsmith.speculators.errors import ConfigError, DataError
 from draftsmith.speculators.target.longrope import trained_length
+from draftsmith.train.data.examples import Example
 from draftsmith.train.data.loss_mask import ConversationTokenizer
 from draftsmith.train.data.prepare import askable, bad_rows, run_tokenizer
-from draftsmith.train.data.sources import Example, load_sources
+from draftsmith.train.data.sources import load_sources
 from draftsmith.train.recipe.recipe import EXPORT, PAGE, REPORT, TARGET, Recipe
 from draftsmith.train.recipe.sections import GATES, GATES_OF_TEMPERATURES
 from draftsmith.train.trainer.joint_target import change_of

@@ -9,10 +9,11 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from functools import cached_property, partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -31,7 +32,8 @@ from draftsmith.speculators.hub import cached_folder
 from draftsmith.speculators.target.frozen_target import FrozenTarget
 from draftsmith.speculators.target.longrope import trained_length
 from draftsmith.train.data.bad_rows import BadRows
-from draftsmith.train.data.loss_mask import ConversationTokenizer
+from draftsmith.train.data.examples import Example
+from draftsmith.train.data.loss_mask import ConversationTokenizer, TokenRow, Turn, fewest_rows
 from draftsmith.train.data.packing import (
     PackedRow,
     RowStatistics,
@@ -41,7 +43,7 @@ from draftsmith.train.data.packing import (
     prepare_rows,
     template_date,
 )
-from draftsmith.train.data.prepare import bad_rows, prompts_of, training_examples
+from draftsmith.train.data.prepare import bad_rows, training_examples
 from draftsmith.train.data.row_tables import (
     ROW_FORMAT,
     PackedRows,
@@ -52,14 +54,14 @@ from draftsmith.train.data.row_tables import (
     save_prompts,
     save_rows,
 )
-from draftsmith.train.data.sources import Example, load_sources
-from draftsmith.train.data.tokenising import examples_address
+from draftsmith.train.data.sources import load_sources
+from draftsmith.train.data.tokenising import examples_address, prompts_of
 from draftsmith.train.features.states_spec import states_root
 from draftsmith.train.processes import once_per_folder, require_same, share_files
 from draftsmith.train.recipe.recipe import Recipe
 from draftsmith.train.regeneration.conversations import TOO_LONG, TargetFacts
 from draftsmith.train.regeneration.regenerate import regenerate
-from draftsmith.train.regeneration.store import Record, Response, rows_of
+from draftsmith.train.regeneration.store import Record, Response
 
 
 @dataclass(frozen=True)
@@ -234,7 +236,7 @@ class DataStage:
     ) -> tuple[Path, RowStatistics]:
         """The table of the target's own responses."""
         longest = self.recipe.data.max_length
-        rows, statistics = fit_rows(rows_of(responses()), longest)
+        rows, statistics = fit_rows(response_rows(responses()), longest)
         if not rows:
             raise DataError("no row with a supervised token is left", where="data.train")
         path = self._table(rows_address(rows, longest, ROW_FORMAT))
@@ -392,6 +394,19 @@ class DataStage:
             if section.endpoints or self.part != (0, 1):
                 return write_first(accelerator, folder, lambda: write(self.part))
             return write_in_parts(accelerator, folder, write)
+
+
+def response_rows(responses: Iterable[Response]) -> Iterator[TokenRow]:
+    """Token rows of responses in the order of their conversations. Turns that continue one
+    another's tokens are one row; other turns are rows of their own."""
+    for _, group in groupby(responses, key=lambda response: response.example):
+        turns = list(group)
+        rows = [TokenRow.from_response(t.prompt_ids, t.output_ids, t.workload) for t in turns]
+        if len(rows) > 1:
+            rows = fewest_rows(
+                [Turn(row.input_ids.tolist(), row.loss_mask) for row in rows], turns[0].workload
+            )
+        yield from rows
 
 
 def write_first(

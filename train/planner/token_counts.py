@@ -11,9 +11,10 @@ from typing import Any
 
 from draftsmith.speculators.errors import CheckpointError
 from draftsmith.train.data.bad_rows import BadRow, BadRows
+from draftsmith.train.data.examples import Example
 from draftsmith.train.data.loss_mask import ConversationTokenizer
 from draftsmith.train.data.prepare import run_tokenizer
-from draftsmith.train.data.sources import Example, load_source
+from draftsmith.train.data.sources import load_source
 from draftsmith.train.recipe.data_sections import Source
 from draftsmith.train.recipe.recipe import Recipe
 

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from draftsmith.inference import SamplingParams
+from draftsmith.train.data.examples import Example
 from draftsmith.train.data.loss_mask import ConversationTokenizer
-from draftsmith.train.data.sources import Example
 from draftsmith.train.recipe.data_sections import RegenerateSection
 from draftsmith.train.regeneration.store import Response, digest
 

@@ -19,9 +19,9 @@ from typing import Any
 from draftsmith.inference import LLM
 from draftsmith.inference.progress import Advance, unwatched
 from draftsmith.speculators.errors import ConfigError, DataError
+from draftsmith.train.data.examples import Example
 from draftsmith.train.data.loss_mask import ConversationTokenizer
 from draftsmith.train.data.packing import thinks
-from draftsmith.train.data.sources import Example
 from draftsmith.train.recipe.data_sections import RegenerateSection, spread
 from draftsmith.train.regeneration.conversations import (
     Account,

@@ -11,16 +11,14 @@ import json
 import os
 import uuid
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 from typing import IO, Any
 
 from draftsmith.inference.whole_file import write_whole
 from draftsmith.speculators.errors import DataError
 from draftsmith.speculators.export import disk_errors
-from draftsmith.train.data.loss_mask import TokenRow, Turn, fewest_rows
 
 
 @dataclass(frozen=True)
@@ -32,19 +30,6 @@ class Response:
     output_ids: tuple[int, ...]
     temperature: float
     example: int = 0
-
-
-def rows_of(responses: Iterable[Response]) -> Iterator[TokenRow]:
-    """Token rows of responses in the order of their conversations. Turns that continue one
-    another's tokens are one row; other turns are rows of their own."""
-    for _, group in groupby(responses, key=lambda response: response.example):
-        turns = list(group)
-        rows = [TokenRow.from_response(t.prompt_ids, t.output_ids, t.workload) for t in turns]
-        if len(rows) > 1:
-            rows = fewest_rows(
-                [Turn(row.input_ids.tolist(), row.loss_mask) for row in rows], turns[0].workload
-            )
-        yield from rows
 
 
 class ResponseStore:

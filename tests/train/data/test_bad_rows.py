@@ -15,11 +15,12 @@ from transformers import AutoTokenizer
 
 from draftsmith.speculators.errors import DataError
 from draftsmith.train.data.bad_rows import BadRow, BadRows
+from draftsmith.train.data.examples import Example, parse_row
 from draftsmith.train.data.loss_mask import ConversationTokenizer
 from draftsmith.train.data.packing import prepare_rows
 from draftsmith.train.data.prepare import askable, bad_rows, training_examples
 from draftsmith.train.data.readers import rows_of
-from draftsmith.train.data.sources import Example, load_sources, parse_row
+from draftsmith.train.data.sources import load_sources
 from draftsmith.train.recipe.data_sections import Source
 from draftsmith.train.recipe.recipe import Recipe, make_recipe
 from tests.support.damaged_conversations import BAD, BOM, MESSAGES, UNPROVED, WHOLE, row

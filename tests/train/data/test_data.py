@@ -16,9 +16,9 @@ from transformers import PreTrainedTokenizerFast
 
 from draftsmith.speculators.errors import DataError
 from draftsmith.train.data.bad_rows import BadRows
+from draftsmith.train.data.examples import Example, parse_row
 from draftsmith.train.data.loss_mask import ConversationTokenizer
 from draftsmith.train.data.packing import TokenRow, collate, pack, prepare_rows
-from draftsmith.train.data.sources import Example, parse_row
 
 SPECIAL = "<|im_start|> <|im_end|> <s> </s> [INST] [/INST] <|begin_of_text|> <|eot_id|>".split()
 SPECIAL += "<|start_header_id|> <|end_header_id|> <bos> <start_of_turn> <end_of_turn>".split()

@@ -12,9 +12,9 @@ from tokenizers import AddedToken, pre_tokenizers
 from transformers import AutoTokenizer
 
 from draftsmith.train.data import loss_mask, pieces
+from draftsmith.train.data.examples import parse_row
 from draftsmith.train.data.loss_mask import ConversationTokenizer
 from draftsmith.train.data.pieces import PiecewiseTokenizer, SpecialTokens, tokenise
-from draftsmith.train.data.sources import parse_row
 from tests.support.targets import TOKENIZER
 
 END = "<|im_end|>"

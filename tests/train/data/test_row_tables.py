@@ -14,9 +14,9 @@ from draftsmith.inference.progress import Stages
 from draftsmith.speculators.target.frozen_target import FrozenTarget
 from draftsmith.train.data import tokenising
 from draftsmith.train.data.bad_rows import BadRows
+from draftsmith.train.data.examples import Example
 from draftsmith.train.data.loss_mask import ConversationTokenizer
 from draftsmith.train.data.packing import pack, prepare_rows
-from draftsmith.train.data.prepare import prompts_of
 from draftsmith.train.data.row_tables import (
     ABANDONED_S,
     PackedRows,
@@ -26,8 +26,12 @@ from draftsmith.train.data.row_tables import (
     save_prompts,
     save_rows,
 )
-from draftsmith.train.data.sources import Example
-from draftsmith.train.data.tokenising import WORTH_A_PROCESS, examples_address, process_count
+from draftsmith.train.data.tokenising import (
+    WORTH_A_PROCESS,
+    examples_address,
+    process_count,
+    prompts_of,
+)
 from draftsmith.train.pipeline.data_stage import DataStage
 from draftsmith.train.recipe.load import load_recipe
 from draftsmith.train.recipe.recipe import yaml_text

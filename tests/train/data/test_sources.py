@@ -12,10 +12,11 @@ from pydantic import ValidationError
 
 from draftsmith.speculators.errors import DataError
 from draftsmith.train.data.bad_rows import BadRow
+from draftsmith.train.data.examples import Example, parse_row
 from draftsmith.train.data.prepare import bad_rows, training_examples
 from draftsmith.train.data.readers import SHUFFLED_ROWS
 from draftsmith.train.data.selection import deduplicate
-from draftsmith.train.data.sources import Example, load_sources, parse_row
+from draftsmith.train.data.sources import load_sources
 from draftsmith.train.recipe.data_sections import PRESETS, Source
 from draftsmith.train.recipe.recipe import make_recipe
 from tests.support.errors import raises_at

@@ -11,9 +11,9 @@ from transformers import AutoTokenizer
 
 from draftsmith.inference.progress import Stages
 from draftsmith.speculators.errors import DataError
+from draftsmith.train.data.examples import parse_row
 from draftsmith.train.data.loss_mask import ConversationTokenizer
 from draftsmith.train.data.prepare import run_tokenizer
-from draftsmith.train.data.sources import parse_row
 from draftsmith.train.data.template_date import FILE, run_date
 from draftsmith.train.pipeline.data_stage import DataStage
 from draftsmith.train.recipe.load import load_recipe

@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 
 from draftsmith.inference import LLM, SamplingParams
-from draftsmith.train.data.sources import Example
+from draftsmith.train.data.examples import Example
 from draftsmith.train.pipeline import held_out as module
 from draftsmith.train.pipeline.data_stage import workloads_in_turn
 from draftsmith.train.pipeline.held_out import held_out_evaluation, held_out_measure

@@ -14,8 +14,8 @@ from transformers import AutoTokenizer
 
 from draftsmith.inference import LLM
 from draftsmith.speculators.errors import DataError
+from draftsmith.train.data.examples import Example
 from draftsmith.train.data.loss_mask import ConversationTokenizer
-from draftsmith.train.data.sources import Example
 from draftsmith.train.pipeline.data_stage import write_in_parts
 from draftsmith.train.recipe.data_sections import RegenerateSection, spread
 from draftsmith.train.regeneration.conversations import TargetFacts

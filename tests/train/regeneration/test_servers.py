@@ -19,8 +19,8 @@ from transformers import AutoTokenizer
 
 from draftsmith.inference import LLM
 from draftsmith.speculators.errors import ConfigError, DataError
+from draftsmith.train.data.examples import Example
 from draftsmith.train.data.loss_mask import ConversationTokenizer
-from draftsmith.train.data.sources import Example
 from draftsmith.train.features.transfers import discard
 from draftsmith.train.recipe.data_sections import RegenerateSection
 from draftsmith.train.recipe.endpoints import EndpointError
