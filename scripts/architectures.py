@@ -171,6 +171,8 @@ class PartlyRight(Proposer):
         self.texts = texts
 
     def propose(self, requests: Sequence[Any], limits: Sequence[int]) -> Proposal:
+        """The next three tokens of the text of each request, wrong from draft `len(token_ids) % 4`
+        on; at most `limits` of them count."""
         tokens = torch.zeros(len(requests), 3, dtype=torch.long)
         for row, request in enumerate(requests):
             done = len(request.token_ids)
@@ -223,6 +225,7 @@ def told(error: Exception) -> str:
 
 
 def examine(model_type: str) -> Row:
+    """Every column of the table for one model type; an error is a cell, and is not raised."""
     row = Row(model_type)
     try:
         model = tiny_model(model_type)
@@ -295,6 +298,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
+    """Prints the table; progress goes to stderr."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument(
         "model_types", nargs="*", help="of transformers' registry; none: all of them"

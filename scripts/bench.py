@@ -45,6 +45,7 @@ QUICKSTART = {
 
 
 def number(value: float | None, digits: int = 2) -> str:
+    """A figure with `digits` decimals; a dash for one that was not measured."""
     return "–" if value is None else f"{value:,.{digits}f}"
 
 
@@ -388,6 +389,7 @@ def record(name: str) -> Path:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the benches that are named, and writes their results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(BENCHES)}")
     parser.add_argument("--record", action="store_true", help="the commands have run")

@@ -106,6 +106,8 @@ class PeerEnvironment(setup_vllm.Environment):
     size = "some minutes and 2 GB"
 
     def fill(self, *options: object) -> str:
+        """Installs torch (with CUDA if `options` is "cuda"), the peer and what it imports; the
+        versions. SetupError: a step has failed."""
         torch_pin = f"torch=={setup_vllm.TORCH}"
         if options == ("cuda",):
             self._install(torch_pin, step=f"install {torch_pin}")
@@ -184,6 +186,7 @@ class Worker:
         self.process.communicate()  # closes its stdin, which ends it
 
     def ask(self, command: str) -> dict[str, Any]:
+        """Sends a line, and waits for its answer in JSON. WorkerFailed: the process has ended."""
         assert self.process.stdin is not None
         self.process.stdin.write(command + "\n")
         self.process.stdin.flush()

@@ -80,4 +80,5 @@ def markdown(headings: Sequence[str], rows: Sequence[Sequence[str]], left: int =
 
 
 def save_json(path: Path, data: Mapping[str, Any]) -> None:
+    """Writes a file of JSON, whole or not at all."""
     write_whole(path, json.dumps(data, indent=1) + "\n")

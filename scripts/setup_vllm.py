@@ -52,6 +52,7 @@ class SetupError(Exception):
 
 
 def main(arguments: Sequence[str]) -> int:
+    """Makes the environment in the folder that is named, or in .venv-vllm; the exit code."""
     folder = Path(arguments[0]) if arguments else ROOT / ".venv-vllm"
     try:
         VllmEnvironment(folder.absolute()).make()
@@ -147,6 +148,8 @@ class VllmEnvironment(Environment):
     size = "some minutes and 4 GB"
 
     def fill(self, *options: object) -> str:
+        """Installs torch, what vLLM needs, vLLM and this project; the versions. SetupError: a step
+        has failed."""
         self._install_torch("-c", CONSTRAINTS)
         self._install("-r", CONSTRAINTS, step=f"install what {VLLM} needs")
         self._install(VLLM, "--no-deps", step=f"install {VLLM}")

@@ -37,10 +37,12 @@ class Commands(TyperGroup):
     """The group of commands; prints the project's errors, and what works without a word."""
 
     def invoke(self, ctx: Any) -> Any:
+        """Runs a command; an error of the user is a paragraph with exit code 2."""
         with user_errors(), supervised("draftsmith") as ctx.obj:
             return super().invoke(ctx)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Finds the command by its name, and announces it before torch is imported."""
         name, command, rest = super().resolve_command(ctx, args)
         if name not in NO_TORCH and not set(HELP) & set(rest):
             announce(ctx.obj, f"draftsmith {name}")

@@ -134,10 +134,12 @@ class RunAccelerator(Accelerator):
             self.pulse = Pulse(_get_default_store(), self.process_index, self.num_processes)
 
     def wait_for_everyone(self) -> None:
+        """Returns when all processes have come here. LostProcess: one of them will not."""
         if self.pulse is not None:
             self.pulse.meet()
 
     def end_training(self) -> None:
+        """Tells the others that this process ends, and ends the trackers."""
         if self.pulse is not None:
             self.pulse.stop()
         super().end_training()

@@ -87,6 +87,7 @@ class Lengths:
 
     @property
     def max_new_tokens(self) -> int:
+        """Tokens of a response at most: as many as the data's have, or as its kind needs."""
         least = THINKING_TOKENS if self.thinking else ANSWER_TOKENS
         room = max(self.limit - self.prompt, self.limit // 8)
         length = min(_round_up(max(self.response, least), 64), room)
@@ -97,6 +98,7 @@ class Lengths:
 
     @property
     def max_length(self) -> int:
+        """Tokens of a row: a prompt and its response, in units of 128, within `limit`."""
         return min(_round_up(self.prompt + self.max_new_tokens, 128), self.limit)
 
 

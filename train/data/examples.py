@@ -212,6 +212,7 @@ def thought_of(message: Message) -> str | None:
 
 
 def says_something(message: Message) -> bool:
+    """True if a message has text, tool calls or reasoning."""
     return bool(message["content"].strip() or message.get("tool_calls") or thought_of(message))
 
 

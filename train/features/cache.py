@@ -99,6 +99,7 @@ class FeatureCache:
 
     @property
     def bytes_per_token(self) -> int:
+        """Of taps and last hidden state, as they are written."""
         return len(self.key.taps) * self.taps.bytes_per_vector + self.last_hidden.bytes_per_vector
 
     def __contains__(self, text: bytes) -> bool:
@@ -109,6 +110,7 @@ class FeatureCache:
 
     @property
     def shards(self) -> list[Path]:
+        """The files that were scanned, by name."""
         return sorted(self._scanned)
 
     def scan(self) -> FeatureCache:

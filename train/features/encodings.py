@@ -38,6 +38,7 @@ class Plain:
 
     @property
     def bytes_per_vector(self) -> int:
+        """Of one vector as it is written."""
         return self.width * self.stored.itemsize
 
     def encode(self, vectors: Tensor) -> Tensor:
@@ -60,6 +61,7 @@ class Rotated:
 
     @property
     def block(self) -> int:
+        """Numbers that are rotated together and share a scale."""
         return max(math.gcd(self.width, BLOCK), SMALLEST_BLOCK)
 
     @property

@@ -30,9 +30,11 @@ class Servers(FeatureSource):
 
     @property
     def device(self) -> torch.device:
+        """The head's, where the states go."""
         return self.head.device
 
     def close(self) -> None:
+        """Closes the connections to the servers."""
         self.servers.close()
 
     def fetch(self, row: PackedRow) -> list[Tensor]:
@@ -44,6 +46,7 @@ class Servers(FeatureSource):
         return states
 
     def states(self, row: PackedRow, fetched: Sequence[Tensor]) -> RowStates:
+        """Taps [L, n·H], or None, and last hidden states [L, H] of a row of L tokens."""
         texts = [features_of_states(self.head, part) for part in fetched]
         taps = [taps for taps, _ in texts if taps is not None]
         return torch.cat(taps) if taps else None, torch.cat([last for _, last in texts])

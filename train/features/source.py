@@ -83,12 +83,14 @@ class InProcess(FeatureSource):
 
     @property
     def device(self) -> torch.device:
+        """The target's."""
         return self.target.device
 
     def fetch(self, row: PackedRow) -> None:
-        return None
+        """Nothing: `states` computes."""
 
     def states(self, row: PackedRow, fetched: None = None) -> RowStates:
+        """One forward of the target: taps [L, n·H], or None, and last hidden states [L, H]."""
         moved: dict[str, Any] = {
             name: to_device(part, self.device) for name, part in collate([row]).items()
         }
@@ -111,6 +113,7 @@ class Disk(FeatureSource):
 
     @property
     def device(self) -> torch.device:
+        """Where the states are decoded."""
         return self._device
 
     def fetch(self, row: PackedRow) -> list[Payload]:
@@ -121,6 +124,7 @@ class Disk(FeatureSource):
         return payloads
 
     def states(self, row: PackedRow, fetched: list[Payload]) -> RowStates:
+        """Decodes what was fetched: taps [L, n·H], or None, and last hidden states [L, H]."""
         texts = [self.cache.decode(payload, self.device) for payload in fetched]
         taps = [taps for taps, _ in texts if taps is not None]
         return torch.cat(taps) if taps else None, torch.cat([last for _, last in texts])

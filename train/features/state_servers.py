@@ -117,6 +117,7 @@ class StateServer:
         return self._read(self._complete(text, name), text)
 
     def close(self) -> None:
+        """Closes the connections."""
         self._client.close()
 
     def _complete(self, text: Sequence[int], name: str) -> Any:

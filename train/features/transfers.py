@@ -49,6 +49,8 @@ class Files:
         self._reader: HiddenStatesTransfer = FP8Transfer(Path(), dequantize_dtype=dtype)
 
     def take(self, params: dict[str, Any], folder: Path) -> dict[str, Tensor]:
+        """Reads the file of a request, [T, layers, H] among its tensors, and removes it.
+        WrongStates: it lies elsewhere, cannot be read, or is not there."""
         path = Path(str(params.get("hidden_states_path")))
         if path.parent.resolve() != folder.resolve():  # nothing else is ever read
             if path.parent.parent.resolve() == folder.parent.resolve():  # states of other layers
@@ -85,6 +87,7 @@ class Files:
                     raise
 
     def remove_left_over(self, folder: Path, run: str) -> None:
+        """Removes the files of requests of `run` that nobody has read."""
         for path in folder.glob(f"cmpl-{run}-*"):
             with suppress(FileNotFoundError):
                 path.unlink()
@@ -110,6 +113,8 @@ class Mooncake:
         self._reading = threading.Lock()
 
     def take(self, params: dict[str, Any], folder: Path) -> dict[str, Tensor]:
+        """Reads the states of a request and deletes them in the store. WrongStates: they are not
+        there within TIMEOUT_S seconds."""
         try:
             with self._reading:
                 tensors = self._store.get_sample(params, timeout=TIMEOUT_S)
@@ -119,7 +124,7 @@ class Mooncake:
         return tensors
 
     def remove_left_over(self, folder: Path, run: str) -> None:
-        return None
+        """Nothing: the store evicts them."""
 
 
 def discard(params: dict[str, Any], root: Path) -> None:

@@ -225,6 +225,7 @@ class Asker:
 
     @classmethod
     def of(cls, recipe: Recipe) -> Asker:
+        """Of the target of a recipe, whose tokenizer and config are read; no weights are."""
         tokenizer = run_tokenizer(recipe, recipe.target.load_tokenizer())
         config = target_config(recipe.target.model, **recipe.target.source)
         limit = getattr(config, "max_position_embeddings", None) or math.inf

@@ -106,6 +106,7 @@ def changed(path: Path, budget: Budget, out: Path, overrides: Sequence[str]) -> 
 
 
 def entry(name: str, recipe: Recipe) -> Entry:
+    """The row of one recipe, from its newest checkpoints and its report."""
     folders = [recipe.checkpoints(stage) for stage, _ in recipe.training_stages()]
     newest = [file for folder in folders if (file := checkpoint.latest(folder)) is not None]
     states = [checkpoint.read_state(folder) for folder in newest]

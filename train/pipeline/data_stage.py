@@ -74,6 +74,7 @@ class TargetHashes:
 
     @property
     def combined(self) -> str:
+        """One hash of the three, in hex."""
         return hashlib.sha256((self.weights + self.config + self.template).encode()).hexdigest()
 
 
@@ -100,9 +101,11 @@ class WholeTarget(Protocol):
     """A target that is held whole, or is loaded where something has to be written."""
 
     @property
-    def held(self) -> FrozenTarget | None: ...
+    def held(self) -> FrozenTarget | None:
+        """The target where it is held from start to end; None: `whole` loads it."""
 
-    def whole(self) -> FrozenTarget: ...
+    def whole(self) -> FrozenTarget:
+        """The target, loaded now unless it is there."""
 
 
 def prepare_data(

@@ -51,9 +51,11 @@ class FeatureTarget(Protocol):
     head: TargetHead
     stays: bool
 
-    def whole(self) -> FrozenTarget: ...
+    def whole(self) -> FrozenTarget:
+        """The target, loaded now unless it is there."""
 
-    def release(self) -> None: ...
+    def release(self) -> None:
+        """Frees the decoder, unless the training needs it."""
 
 
 def training_features(

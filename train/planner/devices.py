@@ -42,6 +42,7 @@ class Device:
     kind: Literal["cuda", "cpu"] = "cuda"
 
     def peak(self, dtype: torch.dtype) -> float:
+        """FLOP/s of products in a dtype."""
         return self.float32 if dtype == torch.float32 else self.bfloat16
 
 

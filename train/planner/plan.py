@@ -53,6 +53,7 @@ class Phase:
     elsewhere: bool = False
 
     def seconds(self, device: Device, count: int) -> float:
+        """Seconds on `count` such devices: by arithmetic or by memory, whichever takes longer."""
         if self.elsewhere:
             return 0.0
         best = max(self.flops / device.peak(self.dtype), self.read / device.bandwidth)
@@ -79,6 +80,7 @@ class Stage:
 
     @property
     def trainable(self) -> int:
+        """Trained parameters of the drafter."""
         return sum(p.numel() for p in self.head.trainable_parameters())
 
     @property
@@ -97,6 +99,7 @@ class Stage:
 
     @property
     def tokens(self) -> int:
+        """Of all sources that were counted."""
         return sum(source.tokens for source in self.sources)
 
     @property
@@ -330,6 +333,7 @@ class Plan:
 
     @property
     def assumptions(self) -> list[str]:
+        """Sentences on what the figures take for granted."""
         return [
             *(f"{s.label}: {s.note}" for s in self.stages[0].sources if s.note),
             *([f"{self.device.share:.0%} of {self.device.rates}"] if self.device else []),

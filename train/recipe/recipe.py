@@ -362,6 +362,7 @@ def make_recipe(tree: Mapping[str, Any]) -> Recipe:
 
 
 def family_of(tree: Any) -> str:
+    """The family that the mapping of a recipe names, or the default one."""
     family = tree.get("family", DEFAULT_FAMILY) if isinstance(tree, Mapping) else DEFAULT_FAMILY
     return family if isinstance(family, str) else DEFAULT_FAMILY
 

@@ -65,6 +65,7 @@ class Account:
 
     @property
     def done(self) -> int:
+        """Responses that are there: read from the store, or written now."""
         return self.reused + self.written
 
     @property

@@ -190,6 +190,7 @@ class ServerWriter:
 
     @property
     def tokens_under_way(self) -> int:
+        """Always 0: a server tells of whole responses."""
         return 0  # a server tells of whole responses
 
     async def _check(self, probes: Sequence[Ask]) -> None:
@@ -201,15 +202,24 @@ class ServerWriter:
                 self._drop(server, error)
         self._require_server()
         for server in self.servers:
-            if not server.by_tokens and self.section.top_k:
-                raise EndpointError("may not know top_k; set regenerate.top_k: 0", where=server.url)
-            if not server.by_tokens:
-                self.say(
-                    f"      warning: {server.url} returns no token ids (vLLM does): its texts, by"
-                    " its own chat template, are tokenised again, perhaps not as it wrote them"
-                )
+            self._check_abilities(server)
         params = SamplingParams(temperature=0, max_tokens=PROBE_TOKENS)
-        asks = [replace(ask, params=params) for ask in probes]
+        await self._compare([replace(ask, params=params) for ask in probes], params)
+
+    def _check_abilities(self, server: Server) -> None:
+        """EndpointError: the recipe wants of a server without token ids what it may not know."""
+        if server.by_tokens:
+            return
+        if self.section.top_k:
+            raise EndpointError("may not know top_k; set regenerate.top_k: 0", where=server.url)
+        self.say(
+            f"      warning: {server.url} returns no token ids (vLLM does): its texts, by"
+            " its own chat template, are tokenised again, perhaps not as it wrote them"
+        )
+
+    async def _compare(self, asks: Sequence[Ask], params: SamplingParams) -> None:
+        """Compares the servers' greedy tokens with the target's, or else with those of the first
+        server that answers. EndpointError: they are another model's."""
         reference: list[tuple[int, ...]] | None = None
         if self.llm is not None:
             prompts = [{"prompt_token_ids": list(ask.prompt_ids)} for ask in asks]
@@ -226,6 +236,7 @@ class ServerWriter:
                     self._drop(server, error)
 
     def begin(self, ask: Ask) -> None:
+        """Takes a response to be written; it is sent when `collect` is called next."""
         self._new.append(ask)
 
     async def _write(self, ask: Ask) -> Written:
@@ -262,6 +273,8 @@ class ServerWriter:
             )
 
     def collect(self) -> list[Written]:
+        """The responses that have ended since the last call; waits up to REPORT_EVERY_S seconds for
+        one. EndpointError: no server is left."""
         return self._runner.run(self._collect())
 
     async def _collect(self) -> list[Written]:
@@ -280,6 +293,8 @@ class ServerWriter:
         return [task.result() for task in whole]
 
     def close(self) -> None:
+        """Ends what is under way, and closes the connections."""
+
         async def close() -> None:
             for task in self._tasks:
                 task.cancel()

@@ -65,6 +65,7 @@ class ResponseStore:
         self._take(entry)
 
     def close(self) -> None:
+        """Writes what is in memory to the disk."""
         if self._file is not None:
             with disk_errors(Path(self._file.name)):
                 os.fsync(self._file.fileno())

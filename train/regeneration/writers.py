@@ -35,7 +35,8 @@ class Writer(Protocol):
     def tokens_under_way(self) -> int:
         """Tokens of the responses that have not ended, as far as they are known here."""
 
-    def begin(self, ask: Ask) -> None: ...
+    def begin(self, ask: Ask) -> None:
+        """Begins a response."""
 
     def collect(self) -> list[Written]:
         """Writes until a response ends, REPORT_EVERY_S at most; returns those that have."""
@@ -54,20 +55,24 @@ class LocalWriter:
 
     @cached_property
     def llm(self) -> LLM:
+        """The target, loaded at the first response."""
         return self._make_llm()
 
     @property
     def tokens_under_way(self) -> int:
+        """Tokens of responses that have begun and not ended."""
         requests = [
             request for _, response in self._under_way.values() for request in response.requests
         ]
         return sum(len(request.token_ids) - request.num_prompt_tokens for request in requests)
 
     def begin(self, ask: Ask) -> None:
+        """Submits the prompt of a response to the engine."""
         response = self.llm.submit(Prompt(None, list(ask.prompt_ids)), ask.params)
         self._under_way[id(response.requests[0])] = ask, response
 
     def collect(self) -> list[Written]:
+        """Runs rounds until a response has ended, or for REPORT_EVERY_S seconds; what has ended."""
         until = time.monotonic() + REPORT_EVERY_S
         while not (requests := self.llm.engine.step()) and time.monotonic() < until:
             pass
@@ -80,6 +85,7 @@ class LocalWriter:
         ]
 
     def close(self) -> None:
+        """Aborts what is under way."""
         for _, response in self._under_way.values():
             self.llm.abort(response.request_id)
         self._under_way.clear()

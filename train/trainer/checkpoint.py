@@ -52,6 +52,7 @@ KEPT = 2  # checkpoints: should the newest be damaged, the one before is there
 
 
 def step_folder(root: Path, step: int) -> Path:
+    """The folder of the checkpoint after `step`, below the folder of a stage's checkpoints."""
     return root / f"step-{step:08d}"
 
 

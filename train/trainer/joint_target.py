@@ -55,14 +55,17 @@ class JointTarget(nn.Module):
         self.model = self.adapter.peft.eval()
 
     def trainable_parameters(self) -> list[nn.Parameter]:
+        """Those of the LoRA."""
         return [p for p in self.model.parameters() if p.requires_grad]
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        """The parameters that train, by name."""
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
 
     def load_state_dict(
         self, state: dict[str, Tensor], strict: bool = True, assign: bool = False
     ) -> None:
+        """Takes what `state_dict` gives; `strict` and `assign` as of a module."""
         own = self.state_dict()
         if own.keys() != state.keys():
             raise RuntimeError(f"the adapter's tensors differ: {sorted(own.keys() ^ state.keys())}")

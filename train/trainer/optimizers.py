@@ -64,6 +64,7 @@ def make_optimizers(
 
 
 def param_groups(optimizers: Sequence[torch.optim.Optimizer]) -> list[dict[str, Any]]:
+    """The groups of all optimizers, in their order."""
     return [group for optimizer in optimizers for group in optimizer.param_groups]
 
 
@@ -76,6 +77,7 @@ class Muon(torch.optim.Muon):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # nobody has a closure
+        """One step of every matrix."""
         for group in self.param_groups:
             for p in group["params"]:
                 self._step_matrix(p, group)

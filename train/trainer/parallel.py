@@ -92,6 +92,7 @@ class Sharded(Replicated):
         self.drafter.to("cpu")
 
     def run(self, work: Callable[[], Result], last: bool) -> Result:
+        """What `work` returns. Gradients are summed over processes in the step's `last` batch."""
         root: Any = self.module
         root.set_requires_gradient_sync(last)
         root.set_is_last_backward(last)
@@ -104,6 +105,8 @@ class Sharded(Replicated):
 
     @contextmanager
     def whole(self) -> Iterator[Drafter]:
+        """The drafter with whole weights, which all processes gather together; on the device
+        inside, in the host's memory afterwards."""
         own = self.drafter.state_dict()
         with torch.no_grad():
             for name, tensor in self.module.state_dict().items():
@@ -115,11 +118,13 @@ class Sharded(Replicated):
             self.drafter.to("cpu")
 
     def load(self, state: dict[str, Tensor]) -> None:
+        """Puts whole weights into the drafter and, as shards, into what trains."""
         super().load(state)
         set_model_state_dict(self.module, state, options=StateDictOptions(full_state_dict=True))
 
 
 def fill_gradients(parameters: Sequence[nn.Parameter]) -> None:
+    """Zeros where a parameter has no gradient, so that all processes sum the same tensors."""
     for p in parameters:
         if p.grad is None:
             p.grad = torch.zeros_like(p)

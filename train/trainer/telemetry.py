@@ -33,6 +33,7 @@ class Telemetry:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
+        """What runs inside counts as a phase, one of PHASES."""
         if self.device.type == "cuda":
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
