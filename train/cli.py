@@ -178,9 +178,9 @@ for command in (  # in the order of work, in which `--help` lists them
     generate,
     schema,
     certify,
+    try_methods,
 ):
     app.command()(command)
-app.command("try")(try_methods)
 serve_command.register(app)
 bench_command.register(app)
 

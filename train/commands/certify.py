@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,6 +15,7 @@ import typer
 from rich.console import Console
 
 from draftsmith.inference.progress import Advance, Stages
+from draftsmith.train.commands.options import command_of
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
@@ -21,65 +23,74 @@ if TYPE_CHECKING:
 EXIT_CODES = {"lossless": 0, "lossy": 1, "undecided": 3}
 
 
-def certify(
-    url: Annotated[str, typer.Argument(help="The server that drafts; it must return token ids.")],
+@dataclass(frozen=True)
+class CertifyOptions:
+    """What `draftsmith certify` takes."""
+
+    url: Annotated[str, typer.Argument(help="The server that drafts; it must return token ids.")]
     baseline: Annotated[
         str,
         typer.Option(
             help="A server of the same model that does not draft, or the model: folder or id."
         ),
-    ],
+    ]
     prompts: Annotated[
         Path | None,
         typer.Option(help="JSONL with `prompt`, a text; default: a few built-in texts."),
-    ] = None,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Of each greedy text.")] = 64,
+    ] = None
+    max_tokens: Annotated[int, typer.Option(min=1, help="Of each greedy text.")] = 64
     samples: Annotated[
         int, typer.Option(min=0, help="At temperature 1, of each server and prompt; 0: none.")
-    ] = 200,
-    concurrency: Annotated[int, typer.Option(min=1, help="Requests under way at a time.")] = 4,
-    dtype: Annotated[str, typer.Option(help="Of a baseline that is a model.")] = "auto",
+    ] = 200
+    concurrency: Annotated[int, typer.Option(min=1, help="Requests under way at a time.")] = 4
+    dtype: Annotated[str, typer.Option(help="Of a baseline that is a model.")] = "auto"
     assume_drafting: Annotated[
         bool,
         typer.Option("--assume-drafting", help="The server drafts, and has no counters of vLLM's."),
-    ] = False,
-    output: Annotated[Path | None, typer.Option(help="Where to write the certificate.")] = None,
-) -> None:
+    ] = False
+    output: Annotated[Path | None, typer.Option(help="Where to write the certificate.")] = None
+
+
+def run(options: CertifyOptions) -> None:
     """Test whether a server that drafts writes what its model writes without drafts. Exit code 1:
     it does not; 3: undecided, as nothing shows that it drafted."""
-    from draftsmith.inference.bench.certify import Completions
-    from draftsmith.inference.bench.certify import certify as certificate_of
-    from draftsmith.inference.bench.load_generator import client_at
     from draftsmith.inference.evaluation.demo_prompts import demo_prompts
     from draftsmith.inference.evaluation.suites import read_prompts
     from draftsmith.inference.whole_file import check_writable, write_whole
 
-    if output is not None:
-        check_writable("--output", output)
-    texts = demo_prompts("en")[0] if prompts is None else read_prompts(prompts)
-
-    stages = Stages(console=Console(stderr=True))
-    count = itertools.count(1)
-
-    async def run(advance: Advance) -> dict[str, Any]:
-        remote = baseline.startswith(("http://", "https://"))
-        opened = client_at(baseline) if remote else _client_of(baseline, dtype)
-        async with client_at(url) as server, opened as reference:
-            return await certificate_of(
-                Completions(server, concurrency, lambda: advance(next(count))),
-                Completions(reference, concurrency, lambda: advance(next(count))),
-                texts,
-                max_tokens=max_tokens,
-                samples=samples,
-                assume_drafting=assume_drafting,
-            )
-
-    with stages.stage("completions of both servers") as advance:
-        certificate = asyncio.run(run(advance)) | {"baseline": baseline}
+    if options.output is not None:
+        check_writable("--output", options.output)
+    texts = demo_prompts("en")[0] if options.prompts is None else read_prompts(options.prompts)
+    with Stages(console=Console(stderr=True)).stage("completions of both servers") as advance:
+        certificate = asyncio.run(_certificate(options, texts, advance))
     _print(certificate, Console(highlight=False, soft_wrap=True))
-    if output is not None:
-        write_whole(output, json.dumps(certificate, indent=2, ensure_ascii=False) + "\n")
+    if options.output is not None:
+        text = json.dumps(certificate, indent=2, ensure_ascii=False)
+        write_whole(options.output, text + "\n")
     raise typer.Exit(EXIT_CODES[certificate["verdict"]])
+
+
+async def _certificate(
+    options: CertifyOptions, texts: Sequence[str], advance: Advance
+) -> dict[str, Any]:
+    """The certificate of both servers, and the name of the baseline."""
+    from draftsmith.inference.bench.certify import Completions
+    from draftsmith.inference.bench.certify import certify as certificate_of
+    from draftsmith.inference.bench.load_generator import client_at
+
+    count = itertools.count(1)
+    remote = options.baseline.startswith(("http://", "https://"))
+    opened = client_at(options.baseline) if remote else _client_of(options.baseline, options.dtype)
+    async with client_at(options.url) as server, opened as reference:
+        certificate = await certificate_of(
+            Completions(server, options.concurrency, lambda: advance(next(count))),
+            Completions(reference, options.concurrency, lambda: advance(next(count))),
+            texts,
+            max_tokens=options.max_tokens,
+            samples=options.samples,
+            assume_drafting=options.assume_drafting,
+        )
+    return certificate | {"baseline": options.baseline}
 
 
 @asynccontextmanager
@@ -109,3 +120,6 @@ def _print(certificate: dict[str, Any], console: Console) -> None:
         console.print(statement, markup=False)
     console.print(f"not tested: {'; '.join(certificate['scope']['not_tested'])}", markup=False)
     console.print(certificate["verdict"], style="bold")
+
+
+certify = command_of("certify", CertifyOptions, run)

@@ -1,11 +1,13 @@
 """Arguments that several commands have: a recipe and its overrides, the part of a process that
-shares work, a model and how it decodes."""
+shares work, a model and how it decodes. `command_of`: a command whose options are a class."""
 
 from __future__ import annotations
 
+import inspect
 import re
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
@@ -46,6 +48,31 @@ Gpu = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 PART = re.compile(r"(?P<number>[1-9][0-9]*)/(?P<of>[1-9][0-9]*)")
+
+
+Options = TypeVar("Options")
+
+
+def command_of(
+    name: str, options: type[Options], run: Callable[[Options], None]
+) -> Callable[..., None]:
+    """A command for typer whose arguments and options are the fields of a dataclass, an instance of
+    which `run` gets. Its help is the docstring of `run`."""
+    hints = get_type_hints(options, include_extras=True)
+
+    def command(**values: Any) -> None:
+        run(options(**values))
+
+    fields = [
+        parameter.replace(annotation=hints[field], kind=inspect.Parameter.KEYWORD_ONLY)
+        for field, parameter in inspect.signature(options).parameters.items()
+    ]
+    described: Any = command  # mypy knows no signature of a function
+    described.__signature__ = inspect.Signature(fields)
+    command.__annotations__ = hints
+    command.__name__ = name
+    command.__doc__ = run.__doc__
+    return command
 
 
 def parse_part(text: str) -> tuple[int, int]:

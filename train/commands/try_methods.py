@@ -2,73 +2,99 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from draftsmith.speculators.errors import ConfigError
-from draftsmith.train.commands.options import DraftTokens, MaxTokens, Model, Precision
+from draftsmith.train.commands.options import (
+    DraftTokens,
+    MaxTokens,
+    Model,
+    Precision,
+    command_of,
+)
+
+if TYPE_CHECKING:
+    from draftsmith.inference.entrypoints.prompts import Prompt
 
 
-def try_methods(
-    model: Model,
+@dataclass(frozen=True)
+class TryOptions:
+    """What `draftsmith try` takes."""
+
+    model: Model
     drafter: Annotated[
         list[str] | None, typer.Option(help="An exported drafter; may be repeated.")
-    ] = None,
+    ] = None
     prompts: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="JSONL of prompts; default: built-in conversations."),
-    ] = None,
-    num_prompts: Annotated[int, typer.Option(min=1, help="Prompts of each workload.")] = 8,
-    num_speculative_tokens: DraftTokens = None,
-    max_tokens: MaxTokens = 128,
+    ] = None
+    num_prompts: Annotated[int, typer.Option(min=1, help="Prompts of each workload.")] = 8
+    num_speculative_tokens: DraftTokens = None
+    max_tokens: MaxTokens = 128
     temperature: Annotated[
         float, typer.Option(min=0, help="0 is greedy; above it, texts are not compared.")
-    ] = 0.0,
-    repeats: Annotated[int, typer.Option(min=1, help="Interleaved passes of each.")] = 3,
-    max_num_seqs: Annotated[int, typer.Option(min=1, help="Responses at the same time.")] = 1,
-    dtype: Precision = "auto",
-    device: Annotated[str, typer.Option(help="cpu, cuda, ...; default: cuda, if any.")] = "",
+    ] = 0.0
+    repeats: Annotated[int, typer.Option(min=1, help="Interleaved passes of each.")] = 3
+    max_num_seqs: Annotated[int, typer.Option(min=1, help="Responses at the same time.")] = 1
+    dtype: Precision = "auto"
+    device: Annotated[str, typer.Option(help="cpu, cuda, ...; default: cuda, if any.")] = ""
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write all figures here.")
-    ] = None,
-) -> None:
+    ] = None
+
+
+def run(options: TryOptions) -> None:
     """Drafting off, n-grams, suffixes, lookahead and any drafters side by side: does it pay?"""
-    arguments = dict(locals())
-    from draftsmith.inference.entrypoints.prompts import Prompt, read_prompts
-    from draftsmith.inference.evaluation.demo_prompts import demo_prompts
     from draftsmith.inference.evaluation.side_by_side import compare_methods
-    from draftsmith.inference.offline import as_prompts
     from draftsmith.inference.sampling_params import SamplingParams
     from draftsmith.inference.whole_file import check_writable
-    from draftsmith.train.pipeline.evaluate_again import prompts_of_file
 
-    if json_file is not None:
-        check_writable("--json", json_file)
-    ids = prompts and prompts_of_file(model, prompts, num_prompts, max_tokens)
-
-    def prompts_of(tokenizer: Any) -> list[Prompt]:
-        if ids:
-            return read_prompts([{"prompt_token_ids": one} for one in ids], tokenizer)
-        demo = "chat" if getattr(tokenizer, "chat_template", None) else "en"
-        return as_prompts(*demo_prompts(demo), tokenizer, None)[:num_prompts]
-
+    if options.json_file is not None:
+        check_writable("--json", options.json_file)
     same = compare_methods(
-        model,
-        _methods(drafter or [], num_speculative_tokens),
-        prompts_of,
-        SamplingParams(temperature=temperature, max_tokens=max_tokens),
-        repeats=repeats,
-        title=model,
-        saved=json_file,
-        arguments=arguments,
-        dtype=dtype,
-        device=device or None,
-        max_num_seqs=max_num_seqs,
+        options.model,
+        _methods(options.drafter or [], options.num_speculative_tokens),
+        _prompts(options),
+        SamplingParams(temperature=options.temperature, max_tokens=options.max_tokens),
+        repeats=options.repeats,
+        title=options.model,
+        saved=options.json_file,
+        arguments=vars(options),
+        dtype=options.dtype,
+        device=options.device or None,
+        max_num_seqs=options.max_num_seqs,
     )
     if not same:
         raise typer.Exit(1)
+
+
+def _prompts(options: TryOptions) -> Callable[[Any], list[Prompt]]:
+    """A function from the target's tokenizer to the prompts, of the file or of the built-in
+    conversations."""
+    from draftsmith.inference.entrypoints.prompts import read_prompts
+    from draftsmith.inference.evaluation.demo_prompts import demo_prompts
+    from draftsmith.inference.offline import as_prompts
+    from draftsmith.train.pipeline.evaluate_again import prompts_of_file
+
+    ids: list[list[int]] = []
+    if options.prompts is not None:
+        ids = prompts_of_file(
+            options.model, options.prompts, options.num_prompts, options.max_tokens
+        )
+
+    def prompts_of(tokenizer: Any) -> list[Prompt]:
+        if ids:
+            return read_prompts([{"prompt_token_ids": prompt} for prompt in ids], tokenizer)
+        demo = "chat" if getattr(tokenizer, "chat_template", None) else "en"
+        return as_prompts(*demo_prompts(demo), tokenizer, None)[: options.num_prompts]
+
+    return prompts_of
 
 
 def _methods(drafters: list[str], k: int | None) -> dict[str, dict[str, Any]]:
@@ -85,3 +111,6 @@ def _methods(drafters: list[str], k: int | None) -> dict[str, dict[str, Any]]:
             raise ConfigError("given twice, or the name of a method", where=f"--drafter {drafter}")
         methods[drafter] = {"model": drafter} | tokens
     return methods
+
+
+try_methods = command_of("try", TryOptions, run)
