@@ -90,7 +90,7 @@ UNSET = (
     r"|n_group|topk_group|head_dim|num_key_value_heads"
 )
 _MIXED = ["linear_attention", "full_attention"] * (LAYERS // 2)
-GIVEN: dict[str, dict[str, Any]] = {  # what follows from the number of layers
+FIXED_FIELDS: dict[str, dict[str, Any]] = {  # what follows from the number of layers
     "bamba": {"attn_layer_indices": [1, 3]},
     "granitemoehybrid": {"layer_types": _MIXED},
     "lfm2": {"layer_types": ["conv", "full_attention"] * (LAYERS // 2)},
@@ -117,7 +117,7 @@ class Row:
 def tiny_config(model_type: str) -> PretrainedConfig:
     """The default config of a model type with small sizes, each kind of layer among them."""
     config_class = CONFIG_MAPPING[model_type]
-    return config_class(**_shrunk(config_class().to_dict()) | GIVEN.get(model_type, {}))
+    return config_class(**_shrunk(config_class().to_dict()) | FIXED_FIELDS.get(model_type, {}))
 
 
 def _shrunk(fields: dict[str, Any]) -> dict[str, Any]:
@@ -213,12 +213,12 @@ def drafting(target: FrozenTarget, texts: list[list[int]], proposer: Proposer) -
             list(out.outputs[0].token_ids) for out in llm.generate(prompts, PARAMS, use_tqdm=False)
         ]
     except Exception as error:
-        return told(error)
+        return first_line(error)
     right = [text[len(prompt) :] for prompt, text in zip(PROMPTS, texts)]
     return YES if written == right else "TEXT DIFFERS"
 
 
-def told(error: Exception) -> str:
+def first_line(error: Exception) -> str:
     """The first line of an error."""
     first = str(error).strip().partition("\n")[0]
     return first if isinstance(error, DraftsmithError) else f"{type(error).__name__}: {first}"
@@ -230,13 +230,13 @@ def examine(model_type: str) -> Row:
     try:
         model = tiny_model(model_type)
     except Exception as error:  # of any kind: it is a line of the table
-        row.built = told(error)
+        row.built = first_line(error)
         return row
     row.built = type(model).__name__
     try:
         target = FrozenTarget(model, (1, 2))
     except Exception as error:
-        row.features = told(error)
+        row.features = first_line(error)
         return row
     row.features = YES
     if target.decoding_refusal is not None:
@@ -304,12 +304,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "model_types", nargs="*", help="of transformers' registry; none: all of them"
     )
     parser.add_argument("--seconds", type=float, default=60, help="time limit of each")
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
     rows = []
-    for model_type in given.model_types or MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        rows.append(examine_apart(model_type, given.seconds))
+    for model_type in options.model_types or MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        rows.append(examine_apart(model_type, options.seconds))
         print(asdict(rows[-1]), file=sys.stderr, flush=True)
     features, chains = (
         sum(getattr(row, name) == YES for row in rows) for name in ("features", "chains")

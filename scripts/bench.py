@@ -89,14 +89,14 @@ def suites(_: dict[str, Any]) -> Rows:
     for path in sorted((ROOT / OUT / "suites").glob("*/*/acceptance.json")):
         report = json.loads(path.read_text(encoding="utf-8"))
         cells = {cell["engine"]: cell for cell in report["results"] if cell["workload"] == "all"}
-        own = cells["draftsmith"]
+        ours = cells["draftsmith"]
         vllm = cells.get("vllm", {})
-        expected = (own.get("expected") or {}).get("acceptance_length")
-        taus = (own["acceptance_length"], expected, vllm.get("acceptance_length"))
-        speedups = [estimate(cell.get("speedup_vs_autoregressive")) for cell in (own, vllm)]
-        mismatches = str(sum(check["mismatches"] for check in own["lossless"]))
+        expected = (ours.get("expected") or {}).get("acceptance_length")
+        taus = (ours["acceptance_length"], expected, vllm.get("acceptance_length"))
+        speedups = [estimate(cell.get("speedup_vs_autoregressive")) for cell in (ours, vllm)]
+        mismatches = str(sum(check["mismatches"] for check in ours["lossless"]))
         names = [path.parent.parent.name, f"`{path.parent.name}`"]
-        per_forward = number(own["tokens_per_forward"])
+        per_forward = number(ours["tokens_per_forward"])
         rows.append([*names, *map(number, taus), per_forward, *speedups, mismatches])
     return rows
 

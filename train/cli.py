@@ -59,8 +59,8 @@ app = typer.Typer(
 )
 
 
-def _print_version(given: bool) -> None:
-    if given:
+def _print_version(requested: bool) -> None:
+    if requested:
         from draftsmith.version import package_version
 
         typer.echo(f"draftsmith {package_version()}")

@@ -211,12 +211,12 @@ def _commands(
     from draftsmith.speculators.export.formats import format_of
     from draftsmith.speculators.export.serving_commands import serving
 
-    own = fields.get("draftsmith") or {}
+    described = fields.get("draftsmith") or {}
     return serving(
         config.family,
         folder=folder,
-        target=model or (own.get("target") or {}).get("name_or_path", ""),
-        tokens=own.get("num_speculative_tokens"),
+        target=model or (described.get("target") or {}).get("name_or_path", ""),
+        tokens=described.get("num_speculative_tokens"),
         config=config,
         format=format_of(fields),
         vllm_version=vllm_version,

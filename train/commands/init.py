@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from draftsmith.train.data.examples import Example
     from draftsmith.train.data.loss_mask import ConversationTokenizer
     from draftsmith.train.planner.devices import Device
-    from draftsmith.train.planner.plan import Stage
+    from draftsmith.train.planner.plan import StagePlan
     from draftsmith.train.recipe.recipe import Recipe
 
 SAMPLE = 500  # conversations that are tokenised
@@ -93,8 +93,8 @@ class Lengths:
         length = min(_round_up(max(self.response, least), 64), room)
         if self.thinking or not self.on_cpu:
             return length
-        each = _round_up(CPU_WRITTEN / self.conversations, 64)
-        return min(length, max(min(each, CPU_RESPONSE), CPU_LEAST_RESPONSE))
+        tokens = _round_up(CPU_WRITTEN / self.conversations, 64)
+        return min(length, max(min(tokens, CPU_RESPONSE), CPU_LEAST_RESPONSE))
 
     @property
     def max_length(self) -> int:
@@ -274,18 +274,18 @@ def _held_out_rows(read: Conversations, tokenizer: ConversationTokenizer, length
 
     examples = read.examples
     room = lengths.max_length - lengths.max_new_tokens
-    wanted = max(min(round(HELD_OUT_SHARE * len(examples)), MOST_HELD_OUT), 1)
-    found = list[int]()
+    count = max(min(round(HELD_OUT_SHARE * len(examples)), MOST_HELD_OUT), 1)
+    rows = list[int]()
     for example, row in zip(examples[: len(examples) // 2], read.rows, strict=False):
         with suppress(BadRow):
             if len(tokenizer.prompt_ids(example)) <= room:
-                found.append(row)
-        if len(found) == wanted:
+                rows.append(row)
+        if len(rows) == count:
             break
-    if not found:
+    if not rows:
         what = f"no prompt of the first half has {room} tokens or fewer, to be held out"
         raise DataError(f"{what}; give --validation", where="--data")
-    return found[-1]
+    return rows[-1]
 
 
 def _quantile(lengths: Sequence[int]) -> int:
@@ -297,7 +297,7 @@ def _round_up(value: float, unit: int) -> int:
     return math.ceil(value / unit) * unit
 
 
-def _fill_training(new: NewRecipe, lengths: Lengths, device: Device | None) -> Stage:
+def _fill_training(new: NewRecipe, lengths: Lengths, device: Device | None) -> StagePlan:
     """Puts the drafter and the budget, on a CPU those of a core."""
     from draftsmith.train.planner.plan import make_plan
 
@@ -327,7 +327,7 @@ def _fill_training(new: NewRecipe, lengths: Lengths, device: Device | None) -> S
     return stage
 
 
-def _steps(stage: Stage, device: Device) -> float:
+def _steps(stage: StagePlan, device: Device) -> float:
     """Optimizer steps until the first end of the budget; infinite if nothing bounds them."""
     return min(stage.steps or math.inf, stage.steps_within_minutes(device))
 
@@ -356,12 +356,12 @@ def _fit_cpu(new: NewRecipe) -> None:
     )
 
 
-def _keep_features(new: NewRecipe, stage: Stage, device: Device) -> None:
+def _keep_features(new: NewRecipe, stage: StagePlan, device: Device) -> None:
     """Puts the memory for the target's hidden states of all rows, as far as there is enough."""
     if not stage.tokens:
         return
-    wanted = stage.feature_bytes * stage.tokens / 2**30
-    kept = min(math.ceil(10 * wanted) / 10, CPU_KEPT_SHARE * device.memory / 2**30)
+    needed = stage.feature_bytes * stage.tokens / 2**30
+    kept = min(math.ceil(10 * needed) / 10, CPU_KEPT_SHARE * device.memory / 2**30)
     comment = "hidden states in memory: the target runs in the first epoch only"
     new.put("training.keep_features_gb", round(kept, 1), comment)
 
@@ -372,7 +372,9 @@ def _response_comment(lengths: Lengths) -> str:
     return f"{QUANTILE:.0%} of the data's own have up to {lengths.response:,} tokens"
 
 
-def _fill_writing(new: NewRecipe, lengths: Lengths, stage: Stage, device: Device | None) -> None:
+def _fill_writing(
+    new: NewRecipe, lengths: Lengths, stage: StagePlan, device: Device | None
+) -> None:
     """Puts how responses are written: by servers, where this process would take long."""
     from draftsmith.train.planner.describe import duration
 
@@ -396,7 +398,7 @@ def _fill_writing(new: NewRecipe, lengths: Lengths, stage: Stage, device: Device
 
 
 def _say(
-    console: Console, out: Path, read: Conversations, stage: Stage, device: Device | None
+    console: Console, out: Path, read: Conversations, stage: StagePlan, device: Device | None
 ) -> None:
     """What was written, what was left out, how long it takes, and what to do next."""
     from draftsmith.train.planner.describe import duration

@@ -60,8 +60,8 @@ def parse_row(
         row = {str(key): value for key, value in row.items() if value is not None}
         if columns is not None:
             row = _renamed(row, columns)
-        own = _text(row.get("workload", ""), "workload")
-        return _example(row, origin, workload or own or default_workload)
+        named = _text(row.get("workload", ""), "workload")
+        return _example(row, origin, workload or named or default_workload)
     except RecursionError:
         raise BadRow(origin, "nested too deeply to be read") from None
     except ValueError as error:  # of JSON in a column, and of text that is no Unicode, as well

@@ -196,16 +196,7 @@ class ConversationTokenizer:
         head_text = self._render(example, messages, index, prompt=True)
         tail_text = self._render(example, messages, index + 1, prompt=False)
         refusal = partial(_refusal, example, messages, index)
-        if not says_something(messages[index]):
-            raise refusal(
-                "it is empty, so there is nothing to learn; turn regenerate on to have it written",
-            )
-        if missing := _not_shown(messages[index], tail_text[_common(head_text, tail_text) :]):
-            advice = "set data.reasoning: drop, " if missing in REASONING_FIELDS else ""
-            raise refusal(
-                f"the chat template does not show its {missing}; {advice}use a template that does, "
-                "or turn regenerate on",
-            )
+        self._require_shown(example, messages, index, head_text, tail_text)
         head = tokens.encode(head_text)
         ids = tokens.encode(tail_text)
         common = _common(head, ids)
@@ -217,11 +208,7 @@ class ConversationTokenizer:
                 f" is followed up as {joined!r}; strip the turn's leading whitespace",
             )
         if self._marked(example):
-            marked_text, marks = self._marks(example, messages[: index + 1])
-            if marked_text != tail_text:
-                raise refusal(
-                    "two renderings of it differ; the template must not depend on time or chance",
-                )
+            marks = self._marks_of_turn(example, messages, index, tail_text)
             mask = tokens.marked(tail_text, marks, common)
         elif common == len(head):
             mask = np.arange(len(ids)) >= common
@@ -236,6 +223,42 @@ class ConversationTokenizer:
             raise refusal("its mask is empty: the template renders no token of it")
         end = int(np.flatnonzero(mask)[-1]) + 1
         return Turn(ids[:end], mask[:end])
+
+    def _require_shown(
+        self,
+        example: Example,
+        messages: list[Message],
+        index: int,
+        head_text: str,
+        tail_text: str,
+    ) -> None:
+        """BadRow if turn `index` is empty, or if its rendering leaves out a part of it."""
+        refusal = partial(_refusal, example, messages, index)
+        if not says_something(messages[index]):
+            raise refusal(
+                "it is empty, so there is nothing to learn; turn regenerate on to have it written",
+            )
+        if missing := _not_shown(messages[index], tail_text[_common(head_text, tail_text) :]):
+            advice = "set data.reasoning: drop, " if missing in REASONING_FIELDS else ""
+            raise refusal(
+                f"the chat template does not show its {missing}; {advice}use a template that does, "
+                "or turn regenerate on",
+            )
+
+    def _marks_of_turn(
+        self, example: Example, messages: list[Message], index: int, tail_text: str
+    ) -> Any:
+        """The template's marks of the conversation up to turn `index`. BadRow: it renders another
+        text than before, `tail_text`."""
+        marked_text, marks = self._marks(example, messages[: index + 1])
+        if marked_text != tail_text:
+            raise _refusal(
+                example,
+                messages,
+                index,
+                "two renderings of it differ; the template must not depend on time or chance",
+            )
+        return marks
 
     def _marks(
         self, example: Example, messages: list[Message]

@@ -39,14 +39,14 @@ def deduplicate(
     left_out: list[LeftOut] = []
 
     def new(example: Example) -> bool:
-        digest = _digest(_said(example, responses))
+        digest = _digest(_texts_of(example, responses))
         if digest in first:
             left_out.append(LeftOut(example.origin, example.workload, "duplicate", first[digest]))
             return False
         first[digest] = example.origin
         return True
 
-    return [[example for example in some if new(example)] for some in lists], left_out
+    return [[example for example in examples if new(example)] for examples in lists], left_out
 
 
 def decontaminate(
@@ -57,7 +57,7 @@ def decontaminate(
     """The examples whose whole prompt is not one of `held_out` or `questions`, as in `deduplicate`;
     `questions` of five words and more may be no turn of it at all."""
     prompts = {
-        _digest(_said(example, False)): example.origin for example in (*held_out, *questions)
+        _digest(_texts_of(example, False)): example.origin for example in (*held_out, *questions)
     }
     asked = {
         _digest_text(text): example.origin for example in questions for text in _asked(example)
@@ -65,7 +65,7 @@ def decontaminate(
     left_out: list[LeftOut] = []
 
     def clean(example: Example) -> bool:
-        like = prompts.get(_digest(_said(example, False)))
+        like = prompts.get(_digest(_texts_of(example, False)))
         if like is None and asked:
             turns = map(_digest_text, _asked(example))
             like = next((asked[turn] for turn in turns if turn in asked), None)
@@ -73,7 +73,7 @@ def decontaminate(
             left_out.append(LeftOut(example.origin, example.workload, "contaminated", like))
         return like is None
 
-    return [[example for example in some if clean(example)] for some in lists], left_out
+    return [[example for example in examples if clean(example)] for examples in lists], left_out
 
 
 def mix(sources: Sequence[Source], lists: Sequence[Sequence[Example]]) -> list[Example]:
@@ -91,7 +91,7 @@ def mix(sources: Sequence[Source], lists: Sequence[Sequence[Example]]) -> list[E
 # texts
 
 
-def _said(example: Example, responses: bool) -> Iterator[tuple[str, str]]:
+def _texts_of(example: Example, responses: bool) -> Iterator[tuple[str, str]]:
     """(role, normalised text) of what precedes the last response; with `responses` of all."""
     if example.prompt is not None:
         yield "prompt", _normalised(example.prompt)
@@ -126,8 +126,8 @@ def _asked(example: Example) -> Iterator[str]:
     return (text for text in map(_normalised, texts) if text.count(" ") >= SHORTEST_QUESTION - 1)
 
 
-def _digest(said: Iterable[tuple[str, str]]) -> bytes:
-    return _digest_text("\0".join(f"{role}\1{text}" for role, text in said))
+def _digest(texts: Iterable[tuple[str, str]]) -> bytes:
+    return _digest_text("\0".join(f"{role}\1{text}" for role, text in texts))
 
 
 def _digest_text(text: str) -> bytes:

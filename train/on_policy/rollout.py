@@ -49,20 +49,8 @@ class RolloutWriter:
 
         `drafter` is the one in training; it is left as it is. `part` (i, n): every n-th text from
         the i-th on."""
-        copy = drafter.snapshot(self.target.dtype)
-        alone = self.recipe.drafter_writes()
+        llm = self._llm(drafter.snapshot(self.target.dtype))
         sampling = self.recipe.regenerate
-        writer = copy.writer if alone else self.target
-        assert writer is not None, "the recipe lets a drafter write that cannot"
-        drafts = self.recipe.evaluation.num_speculative_tokens
-        rows = sampling.batch_size
-        llm = LLM.from_modules(
-            writer,
-            tokenizer=self.tokenizer,
-            drafter=None if alone else copy,
-            drafting={"num_speculative_tokens": drafts},
-            options=EngineOptions(max_num_seqs=rows, max_num_batched_tokens=max(512, 32 * rows)),
-        )
         own_part = slice(part[0], None, part[1])
         temperatures = spread(sampling.temperatures, len(prompts))[own_part]
         prompts = prompts[own_part]
@@ -85,3 +73,18 @@ class RolloutWriter:
             ids = list(output.prompt_token_ids), list(text.token_ids)
             rollouts.append(Rollout(*ids, counts.num_drafts, counts.num_accepted_tokens))
         return rollouts
+
+    def _llm(self, copy: Drafter) -> LLM:
+        """The engine in which `copy` drafts for the target, or writes alone."""
+        alone = self.recipe.drafter_writes()
+        writer = copy.writer if alone else self.target
+        assert writer is not None, "the recipe lets a drafter write that cannot"
+        drafts = self.recipe.evaluation.num_speculative_tokens
+        rows = self.recipe.regenerate.batch_size
+        return LLM.from_modules(
+            writer,
+            tokenizer=self.tokenizer,
+            drafter=None if alone else copy,
+            drafting={"num_speculative_tokens": drafts},
+            options=EngineOptions(max_num_seqs=rows, max_num_batched_tokens=max(512, 32 * rows)),
+        )

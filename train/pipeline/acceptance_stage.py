@@ -235,9 +235,9 @@ class Asker:
         """None if the conversation has no room for the longest responses."""
 
         def ask(answers: Sequence[str]) -> list[int]:
-            said = [text for pair in zip(conversation.turns, answers) for text in pair]
-            said.append(conversation.turns[len(answers)])
-            messages = [{"role": ROLES[i % 2], "content": text} for i, text in enumerate(said)]
+            texts = [text for pair in zip(conversation.turns, answers) for text in pair]
+            texts.append(conversation.turns[len(answers)])
+            messages = [{"role": ROLES[i % 2], "content": text} for i, text in enumerate(texts)]
             example = Example(conversation.category, conversation.origin, tuple(messages))
             return self.tokenizer.prompt_ids(example)
 

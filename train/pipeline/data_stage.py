@@ -155,8 +155,8 @@ class DataStage:
         template = text_sha256(self.tokenizer.chat_template or tokenizer.chat_template)
         weights = model_weights_sha256(recipe.target.model, recipe.target.revision)
         self.hashes = TargetHashes(weights, config_sha256(folder), str(template))
-        given = recipe.regenerate.cache_dir
-        self.responses_folder = Path(given or Path(recipe.output_dir) / "responses")
+        shared = recipe.regenerate.cache_dir
+        self.responses_folder = Path(shared or Path(recipe.output_dir) / "responses")
         self.rows_folder = Path(recipe.output_dir) / "rows"
         facts = {"target_hash": self.hashes.combined, **self.tokenizer.template_facts()}
         self.record = None if self.folder is None else Record(self.folder, facts)
@@ -165,13 +165,19 @@ class DataStage:
         self.llm: LLM | None = None
         if target and target.supports_rollback and not starts_sharded(recipe, accelerator):
             self.llm = self._make_llm(target)
+        self.facts = self._target_facts(target)
+
+    def _target_facts(self, target: FrozenTarget | None) -> TargetFacts:
+        """What responses need to know of the target, whether it is loaded or not."""
+        recipe = self.recipe
         sketch = recipe.target.sketch()
         longest = getattr(sketch.config, "max_position_embeddings", None) or recipe.data.max_length
-        if target is None and load is not None:  # as the LLM that may have to write is limited
+        if target is None and self._load is not None:
+            # as the LLM that may have to write is limited
             longest = min(longest, trained_length(sketch.config, recipe.data.max_length) or longest)
         name = recipe.target.model
-        end = tuple(sorted(end_of_sequence_ids(name, tokenizer, **recipe.target.source)))
-        self.facts = TargetFacts(name, longest, sketch.vocab_size, end)
+        end = tuple(sorted(end_of_sequence_ids(name, self._tokenizer, **recipe.target.source)))
+        return TargetFacts(name, longest, sketch.vocab_size, end)
 
     def _make_llm(self, target: FrozenTarget) -> LLM:
         batch = self.recipe.regenerate.batch_size

@@ -92,7 +92,7 @@ def prompts_of_file(model: str, file: Path, count: int, max_tokens: int) -> list
     keys = {"prompts": sources, "prompts_per_workload": count, "max_tokens": max_tokens}
     recipe = _recipe(model, {"train": sources}, keys, Path("runs/try"))
     chosen = workloads(recipe, settings_of(recipe))
-    return [prompt for some in chosen.values() for prompt in some]
+    return [prompt for prompts in chosen.values() for prompt in prompts]
 
 
 def _recipe(

@@ -274,9 +274,9 @@ def _facts_of_recipe(recipe: Recipe | None, target: str) -> dict[str, Any]:
 
 def _target_sections(fields: Fields) -> list[Fields]:
     """The parts of config.json that name the target."""
-    own = fields.get("draftsmith") or {}
+    described = fields.get("draftsmith") or {}
     wrapped = fields.get("speculators_config") or {}
-    sections = (own.get("target"), wrapped.get("verifier"))
+    sections = (described.get("target"), wrapped.get("verifier"))
     return [section for section in sections if section and section.get("name_or_path")]
 
 

@@ -9,7 +9,7 @@ from rich.filesize import decimal as size_text
 from rich.markup import escape
 from rich.table import Table
 
-from draftsmith.train.planner.plan import Parts, Phase, Plan, Stage
+from draftsmith.train.planner.plan import Parts, Phase, Plan, StagePlan
 
 Rows = Sequence[tuple[str, str]]
 
@@ -50,7 +50,7 @@ def verdict(plan: Plan) -> str:
     return f"{fits}: about {size_text(total)} of {device} per device; {time}"
 
 
-def _models(stage: Stage) -> Rows:
+def _models(stage: StagePlan) -> Rows:
     t = stage.target
     d = stage.drafter
     recipe = stage.recipe
@@ -67,7 +67,7 @@ def _models(stage: Stage) -> Rows:
     ]
 
 
-def _training(stage: Stage, plan: Plan) -> Rows:
+def _training(stage: StagePlan, plan: Plan) -> Rows:
     """Data, budget and optimizer; FLOPs and time of each phase."""
     rows = []
     for source in stage.sources:
@@ -105,7 +105,7 @@ def _work(phase: Phase, plan: Plan) -> str:
     return text
 
 
-def _budget(stage: Stage, plan: Plan) -> str:
+def _budget(stage: StagePlan, plan: Plan) -> str:
     """The end of the training as the recipe gives it."""
     training = stage.recipe.training
     parts = []

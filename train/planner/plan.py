@@ -61,7 +61,7 @@ class Phase:
 
 
 @dataclass
-class Stage:
+class StagePlan:
     """One stage of a training: the facts that its target's config, its data and its recipe give."""
 
     recipe: Recipe
@@ -294,7 +294,7 @@ class Plan:
     recipe: Recipe
     device: Device | None
     count: int
-    stages: list[Stage]
+    stages: list[StagePlan]
 
     @property
     def seconds(self) -> float | None:
@@ -369,13 +369,13 @@ def short_budgets(recipe: Recipe, count: int) -> list[str]:
     return Plan(recipe, this_machine(), count, stages).warnings
 
 
-def _cut(stage: Stage, device: Device) -> bool:
+def _cut(stage: StagePlan, device: Device) -> bool:
     """True if minutes end the training of a stage after fewer than FEW_STEPS steps."""
     within = stage.steps_within_minutes(device)
     return within < min(stage.steps or math.inf, FEW_STEPS)
 
 
-def _few_steps(stage: Stage, device: Device) -> str:
+def _few_steps(stage: StagePlan, device: Device) -> str:
     minutes = stage.recipe.training.max_minutes
     seconds = stage.step_seconds(device)
     steps = int(stage.steps_within_minutes(device))
@@ -391,13 +391,13 @@ def make_stage(
     device: torch.device | None = None,
     count: int = 1,
     name: str = "",
-) -> Stage:
+) -> StagePlan:
     """Reads the configs of target and student. ConfigError as the run itself would raise it."""
     device = device or own_device()
     target = recipe.target.sketch(device)
     config = drafter_config(recipe, target, planning=True)
     head = sketch_drafter(recipe, config).prepare_training(recipe.drafter)
-    return Stage(recipe, target, head.config, head, list(sources), device, count, name)
+    return StagePlan(recipe, target, head.config, head, list(sources), device, count, name)
 
 
 def active_parameters(target: TargetSketch) -> float:

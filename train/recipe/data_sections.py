@@ -156,9 +156,9 @@ class Source(Section):
         known = PRESETS.get(self.name or "")
         if known is None:
             return self
-        given = {key: getattr(self, key) for key in ("config", "split", "columns")}
-        own = {key: value for key, value in given.items() if value is not None}
-        return self.model_copy(update={"workload": self.workload or self.name, **known, **own})
+        keys = ("config", "split", "columns")
+        named = {key: getattr(self, key) for key in keys if getattr(self, key) is not None}
+        return self.model_copy(update={"workload": self.workload or self.name, **known, **named})
 
 
 class DataSection(Section):

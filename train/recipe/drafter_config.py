@@ -37,8 +37,8 @@ def drafter_config(recipe: Recipe, target: TargetShape, *, planning: bool = Fals
         shared = {
             name: getattr(config, name) for name in set(type(config).model_fields) & set(fields)
         }
-        own = {name: value for name, value in expected.items() if name not in shared}
-        config = config_for_target(target, **own | shared | {"family": recipe.family})
+        missing = {name: value for name, value in expected.items() if name not in shared}
+        config = config_for_target(target, **missing | shared | {"family": recipe.family})
     if config.family != recipe.family:
         raise ConfigError(
             f"the head is of family {config.family!r}, the recipe's is {recipe.family!r}",
@@ -64,12 +64,12 @@ def default_mask_token(recipe: Recipe, target: TargetShape) -> int:
         return token
     template = str(tokenizer.chat_template or "")
     named = set(tokenizer.all_special_tokens)
-    own = {tokenizer.eos_token, tokenizer.bos_token, tokenizer.pad_token, tokenizer.unk_token}
+    used = {tokenizer.eos_token, tokenizer.bos_token, tokenizer.pad_token, tokenizer.unk_token}
     unused = [
         number
         for number, added in tokenizer.added_tokens_decoder.items()
         if (added.special or added.content in named)
-        and added.content not in own
+        and added.content not in used
         and added.content not in template
     ]
     if not unused:

@@ -39,7 +39,7 @@ from draftsmith.train.recipe.sections import (
     LossTerms,
     OnPolicySection,
     RunTraining,
-    Stage,
+    StageSection,
     TargetSection,
     TrainingSection,
 )
@@ -90,7 +90,7 @@ class Recipe(Section):
     what is served is then the trained target; null: it is frozen"""
     on_policy: OnPolicySection | None = None
     """train some steps on text generated with the current drafter; null: on the data only"""
-    stages: list[Stage] = Field([])
+    stages: list[StageSection] = Field([])
     """stages of training one after the other, each with the keys that differ; empty: one stage"""
     export: ExportSection = ExportSection()
     """formats to write"""
@@ -113,11 +113,11 @@ class Recipe(Section):
         if value.get("output_dir") is None and isinstance(value.get("name"), str):
             value["output_dir"] = f"runs/{value['name']}"
         for name, default in cls.family_defaults.items():
-            given = value.get(name)
+            section = value.get(name)
             if name not in value:
                 value[name] = default
-            elif isinstance(given, dict) and name not in ONE_VALUE:
-                value[name] = {**default, **given}
+            elif isinstance(section, dict) and name not in ONE_VALUE:
+                value[name] = {**default, **section}
         return value
 
     @field_validator("family")
@@ -178,12 +178,16 @@ class Recipe(Section):
         joint = ["target.adapter", "training.keep_features_gb", "features.mode"]
         if not self.stages:  # else on_policy and joint are stages of their own
             joint.append("on_policy")
-        if self.joint is not None and (given := [name for name in joint if parts[name]]):
-            raise ValueError(f"{given[0]}: not with joint, which changes the target at every step")
-        del parts["target.adapter"]
-        if self.target.sharding != "none" and (given := [name for name in parts if parts[name]]):
+        excluded = [name for name in joint if parts[name]]
+        if self.joint is not None and excluded:
             raise ValueError(
-                f"target.sharding: not with {given[0]}, where some processes run the target alone"
+                f"{excluded[0]}: not with joint, which changes the target at every step"
+            )
+        del parts["target.adapter"]
+        alone = [name for name in parts if parts[name]]
+        if self.target.sharding != "none" and alone:
+            raise ValueError(
+                f"target.sharding: not with {alone[0]}, where some processes run the target alone"
             )
         return self
 

@@ -235,7 +235,7 @@ class OnPolicySection(Section):
     """steps after which texts are written anew, if a step needs any"""
 
 
-class Stage(Section):
+class StageSection(Section):
     """A stage of a training: what differs from the recipe. It goes on from the one before."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][\w.-]*$")

@@ -68,19 +68,18 @@ def regenerate(
 
     A prompt that leaves no room in `max_length` is left out and counted; DataError if none is left.
     EndpointError: the servers are not there, serve something else, or have all failed."""
-    limits = [max_length, facts.max_model_len, *([llm.engine.max_model_len] if llm else [])]
-    facts = replace(facts, max_model_len=min(limits))
+    longest = min(max_length, facts.max_model_len)
+    if llm is not None:
+        longest = min(longest, llm.engine.max_model_len)
+    facts = replace(facts, max_model_len=longest)
     temperatures = temperatures or spread(section.temperatures, len(examples))
     account = Account()
     rules = ConversationRules(section, tokenizer, account, facts)
+    asked = list(zip(examples, temperatures, strict=True))
     conversations = [
-        Conversation(i, example, temperature, rules, prompts)
-        for i, (example, temperature) in enumerate(zip(examples, temperatures, strict=True))
-        if i % part[1] == part[0]
+        Conversation(i, *asked[i], rules, prompts) for i in range(part[0], len(asked), part[1])
     ]
-    settings = section.model_dump(include={"top_p", "top_k", "max_new_tokens"})
-    name = digest({"target": target_hash, **settings}, 16)
-    store = ResponseStore(folder, name)
+    store = ResponseStore(folder, store_name(section, target_hash))
     writer = _writer(llm, make_llm, rules, say, discard)
     try:
         _write_all(conversations, writer, store, account, _reporter(account, writer, progress))
@@ -91,15 +90,26 @@ def regenerate(
         writer.close()
         store.close()
         if record is not None:
-            sampling = section.model_dump(mode="json", include=SAMPLING)
-            written_by = dict(store.written_by)
-            record.add(name, {**sampling, "account": vars(account), "written_by": written_by})
+            record.add(store.name, _recorded(section, account, store))
     assert account.done == account.total, f"responses unaccounted for: {account}"
-    if conversations and account.total == 0 and part[1] == 1:  # of a part all may be too long
+    whole = part[1] == 1  # of a part all may be too long
+    if whole and conversations and account.total == 0:
         raise DataError(f"{account}; raise it", where="data.max_length")
     for line in account.lines(thinks=thinks(tokenizer)):
         say(f"      {line}")
     return [response for conversation in conversations for response in conversation.responses]
+
+
+def store_name(section: RegenerateSection, target_hash: str) -> str:
+    """The name of a store: a hash of what its responses depend on beside their prompts."""
+    settings = section.model_dump(include={"top_p", "top_k", "max_new_tokens"})
+    return digest({"target": target_hash, **settings}, 16)
+
+
+def _recorded(section: RegenerateSection, account: Account, store: ResponseStore) -> dict[str, Any]:
+    """How responses were written, and by whom, for the record of the run."""
+    sampling = section.model_dump(mode="json", include=SAMPLING)
+    return {**sampling, "account": vars(account), "written_by": dict(store.written_by)}
 
 
 def _writer(

@@ -66,11 +66,12 @@ class JointTarget(nn.Module):
         self, state: dict[str, Tensor], strict: bool = True, assign: bool = False
     ) -> None:
         """Takes what `state_dict` gives; `strict` and `assign` as of a module."""
-        own = self.state_dict()
-        if own.keys() != state.keys():
-            raise RuntimeError(f"the adapter's tensors differ: {sorted(own.keys() ^ state.keys())}")
+        parameters = self.state_dict()
+        if parameters.keys() != state.keys():
+            differing = sorted(parameters.keys() ^ state.keys())
+            raise RuntimeError(f"the adapter's tensors differ: {differing}")
         with torch.no_grad():
-            for name, parameter in own.items():
+            for name, parameter in parameters.items():
                 parameter.copy_(state[name])
 
     def heads_weight(self, share: float) -> float:

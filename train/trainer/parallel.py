@@ -107,10 +107,10 @@ class Sharded(Replicated):
     def whole(self) -> Iterator[Drafter]:
         """The drafter with whole weights, which all processes gather together; on the device
         inside, in the host's memory afterwards."""
-        own = self.drafter.state_dict()
+        weights = self.drafter.state_dict()
         with torch.no_grad():
             for name, tensor in self.module.state_dict().items():
-                own[name].copy_(whole(tensor))
+                weights[name].copy_(whole(tensor))
         self.drafter.to(self.accelerator.device)
         try:
             yield self.drafter
@@ -130,7 +130,7 @@ def fill_gradients(parameters: Sequence[nn.Parameter]) -> None:
             p.grad = torch.zeros_like(p)
 
 
-def spread(
+def make_replica(
     accelerator: Accelerator, drafter: Drafter, others: Sequence[nn.Parameter] = ()
 ) -> Replicated:
     """The drafter, replicated or sharded as the launch configuration says, with the weights of the

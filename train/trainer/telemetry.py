@@ -24,7 +24,8 @@ class Telemetry:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
-        self.begin()
+        self._began = time.perf_counter()
+        self._spent = defaultdict[str, float](float)  # seconds by phase
 
     def begin(self) -> None:
         """Begins one step or several; time before it, as of an evaluation, does not count."""

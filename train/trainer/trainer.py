@@ -54,7 +54,7 @@ from draftsmith.train.trainer.optimizers import (
     step_if_finite,
 )
 from draftsmith.train.trainer.pace import LONG_STEP, first_step_warning, pace_warning
-from draftsmith.train.trainer.parallel import spread, whole
+from draftsmith.train.trainer.parallel import make_replica, whole
 from draftsmith.train.trainer.telemetry import Telemetry
 
 # held-out results: the length, and its standard error
@@ -146,9 +146,8 @@ class Trainer:
     ) -> None:
         """`measure`: a hash of what `evaluate` measures on, and how; values of two measures are not
         compared. `say`: prints a line."""
-        self.step_rows = StepRows(
-            recipe.training, accelerator.process_index, accelerator.num_processes
-        )
+        place = (accelerator.process_index, accelerator.num_processes)
+        self.step_rows = StepRows(recipe.training, *place)
         self.total_steps = steps_of(recipe, len(features.rows), self.step_rows.rows_per_step)
         self.training = recipe.training_for(self.total_steps)
         self.recipe = recipe
@@ -166,7 +165,7 @@ class Trainer:
         drafter.prepare_training(recipe.drafter)
         drafter.checkpoint_activations(t.activation_checkpointing)
         others = joint.trainable_parameters() if joint else []
-        self.replica = spread(accelerator, self.drafter, others)
+        self.replica = make_replica(accelerator, self.drafter, others)
         self.module = self.replica.module  # what trains; `drafter` is the whole of it
         rate = t.learning_rate / joint.section.head_lr_multiplier if joint else None
         self.parameters = self.module.trainable_parameters() + others
