@@ -27,6 +27,7 @@ from draftsmith.inference.progress import Advance, unwatched
 from draftsmith.inference.provenance import text_sha256
 from draftsmith.speculators.errors import DataError
 from draftsmith.speculators.export import disk_errors
+from draftsmith.train.data.arrow_tables import SCRATCH
 from draftsmith.train.data.bad_rows import BadRow, BadRows
 from draftsmith.train.data.examples import Example
 from draftsmith.train.data.list_column import ListColumn
@@ -37,7 +38,6 @@ Convert = Callable[[Example], list[TokenRow]]
 
 WORTH_A_PROCESS = 5_000  # examples; a process takes some seconds to start
 BATCH = 100  # examples that a process converts between two writes
-SCRATCH = ".tmp"  # how the names of files and folders end that are in work
 
 
 def process_count(num_proc: int | None, examples: int) -> int:

@@ -31,6 +31,7 @@ from draftsmith.speculators.errors import DataError
 from draftsmith.speculators.hub import cached_folder
 from draftsmith.speculators.target.frozen_target import FrozenTarget
 from draftsmith.speculators.target.longrope import trained_length
+from draftsmith.train.data.arrow_tables import facts_of, remove_abandoned
 from draftsmith.train.data.bad_rows import BadRows
 from draftsmith.train.data.examples import Example
 from draftsmith.train.data.loss_mask import ConversationTokenizer, TokenRow, Turn, fewest_rows
@@ -44,16 +45,8 @@ from draftsmith.train.data.packing import (
     template_date,
 )
 from draftsmith.train.data.prepare import bad_rows, training_examples
-from draftsmith.train.data.row_tables import (
-    ROW_FORMAT,
-    PackedRows,
-    Prompts,
-    facts_of,
-    remove_abandoned,
-    rows_address,
-    save_prompts,
-    save_rows,
-)
+from draftsmith.train.data.prompt_tables import Prompts, save_prompts
+from draftsmith.train.data.row_tables import ROW_FORMAT, PackedRows, rows_address, save_rows
 from draftsmith.train.data.sources import load_sources
 from draftsmith.train.data.tokenising import examples_address, prompts_of
 from draftsmith.train.features.states_spec import states_root

@@ -13,19 +13,13 @@ from transformers import AutoTokenizer
 from draftsmith.inference.progress import Stages
 from draftsmith.speculators.target.frozen_target import FrozenTarget
 from draftsmith.train.data import tokenising
+from draftsmith.train.data.arrow_tables import ABANDONED_S, facts_of, remove_abandoned
 from draftsmith.train.data.bad_rows import BadRows
 from draftsmith.train.data.examples import Example
 from draftsmith.train.data.loss_mask import ConversationTokenizer
 from draftsmith.train.data.packing import pack, prepare_rows
-from draftsmith.train.data.row_tables import (
-    ABANDONED_S,
-    PackedRows,
-    Prompts,
-    facts_of,
-    remove_abandoned,
-    save_prompts,
-    save_rows,
-)
+from draftsmith.train.data.prompt_tables import Prompts, save_prompts
+from draftsmith.train.data.row_tables import PackedRows, save_rows
 from draftsmith.train.data.tokenising import (
     WORTH_A_PROCESS,
     examples_address,
