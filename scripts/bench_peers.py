@@ -82,11 +82,8 @@ class Setting:
 
 
 REDUCED: dict[str, Any] = {"tokens": 2048, "draft_vocab": 8192, "supervised": 0.4}
-BLOCKS: dict[str, Any] = {
-    "family": "dflash",
-    "layers": 5,
-    "decay": math.exp(-1 / 4),
-}  # the library's gamma of 4
+# The decay is the library's gamma of 4.
+BLOCKS: dict[str, Any] = {"family": "dflash", "layers": 5, "decay": math.exp(-1 / 4)}
 SETTINGS = {
     "whole": Setting("head trained"),
     "frozen": Setting("head frozen, as the library has it", head=False),
@@ -158,10 +155,8 @@ class Worker:
         self.side = side
         self.log = folder / f"{side}.log"
         script = setup_vllm.ROOT / "tests" / "peers" / "worker.py"
-        hidden = {
-            "PYTHONPATH",
-            "PYTHONSAFEPATH",
-        }  # which would put this project into the library's place
+        # They would put this project into the library's place.
+        hidden = {"PYTHONPATH", "PYTHONSAFEPATH"}
         environment = {name: value for name, value in os.environ.items() if name not in hidden}
         environment |= {
             "OMP_NUM_THREADS": str(threads),
@@ -327,7 +322,7 @@ def main(
         )
     attention = attention or ("sdpa" if device == "cpu" else "simple_flex_attention")
     console = Console(stderr=True)
-    results = {}  # by setting
+    results: dict[str, dict[str, Any]] = {}  # by setting
     chosen: dict[str, Any] = {
         "device": device,
         "dtype": dtype,
@@ -354,14 +349,15 @@ def main(
     except (setup_vllm.SetupError, DifferentNumbers, WorkerFailed) as error:
         console.print(f"bench_peers: {error}", markup=False)
         raise typer.Exit(1) from error
-    any_result = results[names[0]]
-    library = any_result["versions"][1]["version"]
-    title = (
-        f"a step, ours : that of {library}; {dtype}, {device}, {threads} threads, medians of"
-        f" {pairs} pairs"
-    )
-    unequal = [f"Δ {kind}" for kind in any_result["equality"]]
-    shown = table(title, *COLUMNS, *unequal)
+    _print(results, f"{dtype}, {device}, {threads} threads, medians of {pairs} pairs")
+
+
+def _print(results: dict[str, dict[str, Any]], how: str) -> None:
+    """The table of the settings, and what its columns are. `how`: they were measured."""
+    first = next(iter(results.values()))
+    library = first["versions"][1]["version"]
+    unequal = [f"Δ {kind}" for kind in first["equality"]]
+    shown = table(f"a step, ours : that of {library}; {how}", *COLUMNS, *unequal)
     for name, result in results.items():
         shown.add_row(*cells(name, result))
     Console().print(shown)

@@ -298,9 +298,8 @@ class ConversationTokenizer:
         prompt = self.prompt_ids(example)
         text = example.prompt or ""
         joint = self.tokenizer(text + (example.completion or ""), verbose=False)["input_ids"]
-        if (
-            joint[: len(prompt)] != prompt
-        ):  # the boundary is inside a token; serving has the prompt's alone
+        if joint[: len(prompt)] != prompt:
+            # The boundary is inside a token; serving has the prompt's alone.
             split = prompt + self._encode(example.completion or "")
             if self._decode(split) != self._decode(joint):
                 raise BadRow(

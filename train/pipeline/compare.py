@@ -58,9 +58,8 @@ def compare_recipes(
     for path, change, recipe in zip(paths, changes, recipes, strict=True):
         report = Path(recipe.output_dir) / REPORT
         done = report.exists() and load_report(report).provenance.recipe_sha256
-        if (
-            done != recipe.recipe_hash()
-        ):  # in a process of its own, since accelerate keeps its state
+        if done != recipe.recipe_hash():
+            # In a process of its own, since accelerate keeps its state.
             command = [sys.executable, "-m", "draftsmith.train.cli", "train", str(path), *change]
             print(f"compare: {path}, {len(entries) + 1} of {len(paths)}", flush=True)
             if code := _run(command):

@@ -91,13 +91,19 @@ def regenerate(
         store.close()
         if record is not None:
             record.add(store.name, _recorded(section, account, store))
-    assert account.done == account.total, f"responses unaccounted for: {account}"
-    whole = part[1] == 1  # of a part all may be too long
-    if whole and conversations and account.total == 0:
-        raise DataError(f"{account}; raise it", where="data.max_length")
+    whole = part[1] == 1  # of a part all conversations may be too long
+    _check(account, bool(conversations) and whole)
     for line in account.lines(thinks=thinks(tokenizer)):
         say(f"      {line}")
     return [response for conversation in conversations for response in conversation.responses]
+
+
+def _check(account: Account, needed: bool) -> None:
+    """Every response is accounted for. DataError: responses are `needed`, and no prompt leaves room
+    for one."""
+    assert account.done == account.total, f"responses unaccounted for: {account}"
+    if needed and account.total == 0:
+        raise DataError(f"{account}; raise it", where="data.max_length")
 
 
 def store_name(section: RegenerateSection, target_hash: str) -> str:
