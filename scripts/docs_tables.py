@@ -153,8 +153,8 @@ def _recipe() -> str:
     rows = describe_schema("eagle3")
     lines += _table(head, map(_key, (r for r in rows if not r.name.startswith("drafter."))))
     for family in FAMILIES:
-        own = (row for row in describe_schema(family) if row.name.startswith("drafter."))
-        lines += ["", f"## drafter, {family}", "", *_table(head, map(_key, own))]
+        of_family = (row for row in describe_schema(family) if row.name.startswith("drafter."))
+        lines += ["", f"## drafter, {family}", "", *_table(head, map(_key, of_family))]
     return "\n".join(lines)
 
 
@@ -209,8 +209,8 @@ def _commands() -> str:
     lines = ["# Command line", ""]
     for name in group.list_commands(context):
         command = group.get_command(context, name)
-        own = click.Context(command, info_name=name, parent=context, terminal_width=100)
-        lines += [f"## draftsmith {name}", "", "```text", command.get_help(own), "```", ""]
+        inner = click.Context(command, info_name=name, parent=context, terminal_width=100)
+        lines += [f"## draftsmith {name}", "", "```text", command.get_help(inner), "```", ""]
     return "\n".join(lines)
 
 

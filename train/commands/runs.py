@@ -75,7 +75,7 @@ def cache_features(recipe: RecipeFile, overrides: Overrides = None, part: Part =
     from draftsmith.inference.progress import Stages
     from draftsmith.train.pipeline.adapted_target import with_adapted_target
     from draftsmith.train.pipeline.data_stage import prepare_data
-    from draftsmith.train.pipeline.features_stage import fill, wanted_features
+    from draftsmith.train.pipeline.features_stage import fill, needed_features
     from draftsmith.train.pipeline.run import make_accelerator
     from draftsmith.train.pipeline.run_target import RunTarget
     from draftsmith.train.recipe.drafter_config import drafter_config, sketch_drafter
@@ -92,8 +92,8 @@ def cache_features(recipe: RecipeFile, overrides: Overrides = None, part: Part =
     tokenizer = checked.target.load_tokenizer()
     for name, stage in checked.training_stages():
         data = prepare_data(stage, target, tokenizer, accelerator, stages, name)
-        wanted = wanted_features(stage, target, data, sketch.reads_start_text)
-        fill(stage, target, wanted, stages, number)
+        needed = needed_features(stage, target, data, sketch.reads_start_text)
+        fill(stage, target, needed, stages, number)
 
 
 def train(

@@ -30,8 +30,8 @@ class SpecialTokens:
     def pieces(self, text: str) -> list[str]:
         """Parts of `text`, each but the first from a special token on, whose tokens joined are the
         text's."""
-        found = self._pattern.finditer(text) if self._pattern is not None else ()
-        starts = [match.start() for match in found if self._is_cut(match.group())]
+        matches = self._pattern.finditer(text) if self._pattern is not None else ()
+        starts = [match.start() for match in matches if self._is_cut(match.group())]
         edges = [0, *(start for start in starts if start), len(text)]
         return [text[start:stop] for start, stop in pairwise(edges)]
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from draftsmith.speculators.target.target_head import TargetHead
 from draftsmith.train.data.packing import PackedRow
 from draftsmith.train.features.cache import texts_of
-from draftsmith.train.features.source import FeatureSource, RowStates
+from draftsmith.train.features.source import FeatureSource, RowStates, states_of_row
 from draftsmith.train.features.state_servers import StateServers
 
 MOST_READERS = 32
@@ -47,9 +47,7 @@ class Servers(FeatureSource):
 
     def states(self, row: PackedRow, fetched: Sequence[Tensor]) -> RowStates:
         """Taps [L, n·H], or None, and last hidden states [L, H] of a row of L tokens."""
-        texts = [features_of_states(self.head, part) for part in fetched]
-        taps = [taps for taps, _ in texts if taps is not None]
-        return torch.cat(taps) if taps else None, torch.cat([last for _, last in texts])
+        return states_of_row([features_of_states(self.head, part) for part in fetched])
 
 
 def features_of_states(head: TargetHead, states: Tensor) -> RowStates:

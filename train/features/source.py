@@ -125,9 +125,7 @@ class Disk(FeatureSource):
 
     def states(self, row: PackedRow, fetched: list[Payload]) -> RowStates:
         """Decodes what was fetched: taps [L, n·H], or None, and last hidden states [L, H]."""
-        texts = [self.cache.decode(payload, self.device) for payload in fetched]
-        taps = [taps for taps, _ in texts if taps is not None]
-        return torch.cat(taps) if taps else None, torch.cat([last for _, last in texts])
+        return states_of_row([self.cache.decode(payload, self.device) for payload in fetched])
 
 
 class ReadAhead:
@@ -159,6 +157,12 @@ class ReadAhead:
         self._readers.shutdown(wait=True, cancel_futures=True)
         self._readers = ThreadPoolExecutor(self.source.readers, "features")
         self._coming.clear()
+
+
+def states_of_row(texts: Sequence[RowStates]) -> RowStates:
+    """The states of a row from those of its texts, one after the other."""
+    taps = [taps for taps, _ in texts if taps is not None]
+    return torch.cat(taps) if taps else None, torch.cat([last for _, last in texts])
 
 
 def joined(rows: Sequence[RowStates], batch: dict[str, Any]) -> TargetFeatures:

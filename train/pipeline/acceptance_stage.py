@@ -329,6 +329,6 @@ def gate_bounds(recipe: Recipe) -> dict[str, Bound]:
         names = [name]
         if name in GATES_OF_TEMPERATURES and name not in GATES:
             names = [f"t{t:g}.{name}" for t in recipe.evaluation.temperatures]
-        own = {key for key in names if key == name or key not in recipe.gates}
-        bounds |= dict.fromkeys(sorted(own), Bound(gate.min, gate.max))
+        bound = {key for key in names if key == name or key not in recipe.gates}
+        bounds |= dict.fromkeys(sorted(bound), Bound(gate.min, gate.max))
     return bounds

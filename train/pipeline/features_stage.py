@@ -38,9 +38,10 @@ from draftsmith.train.processes import is_shared
 from draftsmith.train.recipe.recipe import Recipe
 
 # caches, and the rows whose texts they are for
-Wanted = list[tuple[FeatureCache, Sequence[PackedRow]]]
+Needed = list[tuple[FeatureCache, Sequence[PackedRow]]]
 Absent = dict[bytes, int]  # texts that a cache lacks: name -> tokens
-Text = tuple[bytes, Tensor | None, Tensor]  # its name, taps [L, n·H], last hidden states [L, H]
+# a text's name, taps [L, n·H] and last hidden states [L, H]
+TextStates = tuple[bytes, Tensor | None, Tensor]
 EXACT = "exact"  # the encoding of states that are replayed
 TOGETHER = 1 << 16  # tokens that vLLM is given at once, whose states it leaves in files
 
@@ -74,12 +75,12 @@ def training_features(
     if section.mode == "online" and not section.endpoints:
         source = InProcess(target.whole())
     else:
-        wanted = wanted_features(recipe, target, data, reads_start_text)
-        _fill_together(recipe, target, wanted, accelerator, stages)
+        needed = needed_features(recipe, target, data, reads_start_text)
+        _fill_together(recipe, target, needed, accelerator, stages)
         if not target.stays:
-            target.head.source = Disk(wanted[-1][0], target.head.device).features
+            target.head.source = Disk(needed[-1][0], target.head.device).features
         if section.mode == "cache":
-            source = Disk(wanted[0][0], target.head.device)
+            source = Disk(needed[0][0], target.head.device)
         else:
             source = Servers(
                 open_servers(recipe, target.head, accelerator.process_index, stages), target.head
@@ -90,11 +91,11 @@ def training_features(
 
 
 def _fill_together(
-    recipe: Recipe, target: FeatureTarget, wanted: Wanted, accelerator: Accelerator, stages: Stages
+    recipe: Recipe, target: FeatureTarget, needed: Needed, accelerator: Accelerator, stages: Stages
 ) -> None:
     """Fills the caches by all processes, or by the first one where vLLM takes all devices. The
     decoder is gone afterwards, unless it stays."""
-    if any(rows for _, rows in wanted) and not is_shared(accelerator, _root(recipe)):
+    if any(rows for _, rows in needed) and not is_shared(accelerator, _root(recipe)):
         raise ConfigError(
             f"{_root(recipe)} is another folder on another machine; the features that are read"
             " again, of held-out texts too, lie there: give one on a disk that all of them see",
@@ -106,21 +107,21 @@ def _fill_together(
     if started_here:
         part = (0, 1)
     if not started_here or accelerator.is_main_process:
-        fill(recipe, target, wanted, stages, part)
+        fill(recipe, target, needed, stages, part)
     target.release()
     accelerator.wait_for_everyone()
-    for cache, _ in wanted:
+    for cache, _ in needed:
         cache.scan()
 
 
-def wanted_features(
+def needed_features(
     recipe: Recipe, target: FeatureTarget, data: TrainingData, reads_start_text: bool
-) -> Wanted:
+) -> Needed:
     """The texts of the training rows in the recipe's encoding, with `mode: cache`. Where no decoder
     stays, also those that are replayed, which have to be exact: held-out texts, and that of a
     drafter's start."""
     encoding = recipe.features.encoding
-    training: Wanted = []
+    training: Needed = []
     if recipe.features.mode == "cache":
         training.append((open_cache(recipe, target.head, data, encoding).scan(), data.rows))
     if target.stays:
@@ -173,14 +174,14 @@ def open_cache(
 def fill(
     recipe: Recipe,
     target: FeatureTarget,
-    wanted: Wanted,
+    needed: Needed,
     stages: Stages,
     part: tuple[int, int] = (0, 1),
 ) -> None:
     """Writes the missing features of a part (i, n) of the rows: every n-th from the i-th on."""
-    absent = [missing(cache, rows) for cache, rows in wanted]
-    _say_sizes(wanted, absent, stages)
-    rows = _rows_of_part(wanted, absent, part)
+    absent = [missing(cache, rows) for cache, rows in needed]
+    _say_sizes(needed, absent, stages)
+    rows = _rows_of_part(needed, absent, part)
     if not rows:
         return
     lengths = {text: length for texts in absent for text, length in texts.items()}
@@ -190,7 +191,7 @@ def fill(
     with ExitStack() as open_writers:
         advance = open_writers.enter_context(stages.stage("write features", sum(asked.values())))
         writers = [
-            open_writers.enter_context(ShardWriter(cache, SHARD_BYTES)) for cache, _ in wanted
+            open_writers.enter_context(ShardWriter(cache, SHARD_BYTES)) for cache, _ in needed
         ]
         open_writers.enter_context(closing(features))
         done = 0
@@ -208,8 +209,8 @@ def fill(
         )
 
 
-def _say_sizes(wanted: Wanted, absent: Sequence[Absent], stages: Stages) -> None:
-    for (cache, rows), texts in zip(wanted, absent, strict=True):
+def _say_sizes(needed: Needed, absent: Sequence[Absent], stages: Stages) -> None:
+    for (cache, rows), texts in zip(needed, absent, strict=True):
         whole = cache.bytes_per_token * sum(map(len, rows))
         stages.say(
             f"      features in {cache.folder}: {cache.bytes_per_token:,} bytes per token"
@@ -219,12 +220,12 @@ def _say_sizes(wanted: Wanted, absent: Sequence[Absent], stages: Stages) -> None
 
 
 def _rows_of_part(
-    wanted: Wanted, absent: Sequence[Absent], part: tuple[int, int]
+    needed: Needed, absent: Sequence[Absent], part: tuple[int, int]
 ) -> list[PackedRow]:
     """The rows of a part that have an absent text."""
     first, step = part
     chosen: list[PackedRow] = []
-    for (_, rows), texts in zip(wanted, absent, strict=True):
+    for (_, rows), texts in zip(needed, absent, strict=True):
         for row in rows[first::step]:
             if any(text in texts for text, _ in texts_of(row)):
                 chosen.append(row)
@@ -238,7 +239,7 @@ def _computed(
     absent: set[bytes],
     stages: Stages,
     process: int,
-) -> Generator[Text]:
+) -> Generator[TextStates]:
     """The absent texts of the rows, by whom the recipe says."""
     if recipe.features.engine == "vllm":
         target.release()  # a vLLM that is started takes the memory of the device
@@ -251,7 +252,7 @@ def _computed(
 
 def _from_target(
     target: FrozenTarget, rows: Sequence[PackedRow], absent: set[bytes]
-) -> Generator[Text]:
+) -> Generator[TextStates]:
     """Packed rows one by one, as kept features are made: a text is as in a run without a cache."""
     source = InProcess(target)
     for row in rows:
@@ -269,7 +270,7 @@ def _from_servers(
     absent: set[bytes],
     stages: Stages,
     process: int,
-) -> Generator[Text]:
+) -> Generator[TextStates]:
     """Every text is a request of its own to running vLLM servers."""
     texts = _token_ids(rows, absent)
     with closing(open_servers(recipe, target, process, stages)) as servers:
@@ -311,7 +312,7 @@ def _token_ids(rows: Sequence[PackedRow], absent: set[bytes]) -> list[tuple[byte
 
 def _from_vllm(
     recipe: Recipe, target: TargetHead, rows: Sequence[PackedRow], absent: set[bytes]
-) -> Generator[Text]:
+) -> Generator[TextStates]:
     """Every text is a prompt of its own; the states before the final norm are normed here."""
     texts = _token_ids(rows, absent)
     spec = StatesSpec.of_recipe(recipe, target.tap_layers, target)

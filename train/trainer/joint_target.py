@@ -127,13 +127,13 @@ class JointTarget(nn.Module):
         model = self.model.get_base_model()
         dtype = self.target.checkpoint_dtype
         config = model.config
-        own = model.config.dtype
+        training_dtype = model.config.dtype
         try:
             model.save_pretrained(folder, state_dict=in_dtype(self.adapter.merged_state(), dtype))
             config.dtype = dtype
             config.save_pretrained(folder)
         finally:
-            config.dtype = own
+            config.dtype = training_dtype
 
 
 @torch.no_grad()
