@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from draftsmith.speculators.layers import flex_attention
 from draftsmith.speculators.layers.queries import Queries
 
 QUERIES = 128  # of a chunk at most
@@ -33,9 +34,14 @@ def attention(
 ) -> Tensor:
     """query [B, h, M, d] -> [B, h, M, v]. Its gradient cannot be differentiated again.
 
+    On CUDA by the fused kernels of flex_attention.py where these serve, elsewhere row by row.
+
     context: key [B, g, T, d] and value [B, g, T, v] of the row's slots; own: pairs [B, g, M, ·],
     each of which gives a block of queries as many keys as it has queries."""
     query, key = (x.to(context[1].dtype) for x in (query, context[0]))
+    if flex_attention.serves(query, context[1]):
+        pairs = [(k.to(query.dtype), v.to(query.dtype)) for k, v in own]
+        return flex_attention.merged_attention(query, (key, context[1]), pairs, queries, scale)
     return _Attention.apply(
         queries, scale, query, key, context[1], *(x for pair in own for x in pair)
     )

@@ -45,8 +45,16 @@ class PackedQueries:
     own_hidden = torch.tensor(False)  # it sees all keys of its block, which are its own
 
     def within(self, window: int | None) -> PackedQueries:
-        """The same queries with a window."""
-        return self if window is None else replace(self, window=window)
+        """The same queries with a window: one object per window, which layers share."""
+        if window is None:
+            return self
+        if window not in self._windowed:
+            self._windowed[window] = replace(self, window=window)
+        return self._windowed[window]
+
+    @cached_property
+    def _windowed(self) -> dict[int, PackedQueries]:
+        return {}
 
     @cached_property
     def slots(self) -> Tensor:

@@ -1,0 +1,130 @@
+"""Attention of heads by flex_attention: it sees, computes and learns what the walk over rows does.
+
+A CPU has no backward pass of flex_attention: there a dense attention stands in its place."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_mask
+
+from draftsmith.speculators.layers import flex_attention as flex
+from draftsmith.speculators.layers.attention import attention
+from draftsmith.speculators.layers.queries import PackedQueries
+from tests.support.attention_cases import (
+    KINDS,
+    output_and_gradients,
+    queries_of_row,
+    random_queries,
+    random_tensors,
+    visible,
+)
+
+WINDOWS = (None, 1, 3, 11)
+pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+
+
+def dense(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scale: float) -> flex.Pair:
+    """`flex.attend_context` with all scores in memory."""
+    seen = create_mask(mask.mask_mod, len(query), 1, query.shape[2], key.shape[2], "cpu")
+    shared = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(shared, dim=1) for x in (key, value))
+    scores = (query @ key.mT * scale).masked_fill(~seen, -1e30)
+    return scores.softmax(-1) @ value, scores.logsumexp(-1)
+
+
+@pytest.mark.parametrize("kind, window", product(KINDS, WINDOWS))
+def test_mask_mod_of_random_rows_shows_the_slots_that_the_walk_sees(kind, window):
+    for seed in range(8):
+        queries = random_queries(kind, window, seed)
+        B, T = queries.segment_ids.shape
+        seen = create_mask(flex.sees(queries), B, 1, queries_of_row(queries), T, "cpu")
+        assert torch.equal(seen[:, 0], visible(queries))
+
+
+@pytest.mark.parametrize("kind, window", product(KINDS, (None, 3)))
+def test_flex_output_and_log_sum_exp_are_those_of_all_scores(kind, window):
+    queries = random_queries(kind, window, seed=1)
+    query, key, value, _ = random_tensors(queries, 0, torch.float32)
+    mask = flex.block_mask(queries)
+    out, lse = flex.attend_context(query, key, value, mask, 0.3)
+    expected, expected_lse = dense(query, key, value, mask, 0.3)
+    some = visible(queries).any(-1)[:, None].expand_as(lse)  # a block may have no context
+    torch.testing.assert_close(lse[some], expected_lse[some], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(out[some], expected[some], atol=1e-5, rtol=1e-5)
+    assert (lse[~some] == -torch.inf).all()
+    assert (out[~some] == 0).all()
+
+
+@pytest.mark.parametrize("kind, window", product(KINDS, (None, 3)))
+def test_flex_output_merged_with_own_keys_is_the_walks(kind, window):
+    queries = random_queries(kind, window, seed=2)
+    query, key, value, *pairs, _ = random_tensors(queries, KINDS[kind], torch.float32)
+    own = list(zip(pairs[::2], pairs[1::2], strict=True))
+    given = (query, (key, value), own, queries, 0.3)
+    torch.testing.assert_close(
+        flex.merged_attention(*given), attention(*given), atol=1e-5, rtol=1e-5
+    )
+
+
+@pytest.mark.parametrize("kind, window", product(KINDS, WINDOWS))
+def test_gradients_of_the_merge_are_the_walks(kind, window):
+    queries = random_queries(kind, window, seed=3)
+    for pairs in {1, KINDS[kind]}:
+        tensors = random_tensors(queries, pairs, torch.float64)
+        merged = lambda *given: flex.merged_attention(*given, attend=dense)
+        torch.testing.assert_close(
+            output_and_gradients(merged, tensors, queries),
+            output_and_gradients(attention, tensors, queries),
+            atol=1e-10,
+            rtol=1e-10,
+        )
+
+
+def test_layers_with_the_same_queries_share_one_block_mask():
+    queries = PackedQueries(torch.zeros(2, 8, dtype=torch.long))
+    assert flex.block_mask(queries) is flex.block_mask(queries)
+    windowed = queries.within(3)
+    assert flex.block_mask(windowed) is flex.block_mask(queries.within(3))
+    assert flex.block_mask(windowed) is not flex.block_mask(queries.within(2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["chosen chains", "blocks"])
+def test_kernels_are_traced_once_for_all_windows_layouts_and_numbers_of_queries(kind, monkeypatch):
+    graphs: list[object] = []
+
+    def keep(module, _):
+        graphs.append(module)
+        return module.forward
+
+    torch._dynamo.reset()
+    create = torch.compile(flex.create_block_mask, backend=keep)
+    attend = torch.compile(flex.flex_attention, backend=keep)
+    monkeypatch.setattr(flex, "create_block_mask", create)
+    monkeypatch.setattr(flex, "flex_attention", attend)
+    for window, seed in product((2, 3, 5, 7), (1, 2)):
+        queries = random_queries(kind, window, seed)
+        query, key, value, _ = random_tensors(queries, 0, torch.float32)
+        flex.attend_context(query, key, value, flex.block_mask(queries), 0.3)
+    assert len(graphs) == 2
+
+
+def test_gpu_without_kernels_goes_row_by_row_and_logs_the_reason(claimed_gpu, caplog):
+    flex._log_once.cache_clear()
+    keys = torch.zeros(1, 1, 4, 16, device="cuda")
+    queries = PackedQueries(torch.zeros(1, 4, dtype=torch.long, device="cuda"))
+    for _ in range(2):
+        attention(keys, (keys, keys), (), queries, 1.0)
+    assert [r.args for r in caplog.records] == [("torch has no CUDA device",)]
+
+
+def test_inputs_that_the_kernels_do_not_support_have_a_reason():
+    narrow, wide = torch.zeros(1, 1, 4, 8), torch.zeros(1, 1, 4, 16)
+    assert flex.unsupported_inputs(wide, wide) is None
+    assert "head_dim is 8" in flex.unsupported_inputs(narrow, narrow)
+    assert "head_dim is 8" in flex.unsupported_inputs(wide, narrow)
+    assert "float64" in flex.unsupported_inputs(wide.double(), wide.double())
