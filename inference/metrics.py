@@ -81,8 +81,9 @@ class SpecDecodeCounters:
         self.num_drafts += other.num_drafts
         self.num_draft_tokens += other.num_draft_tokens
         self.num_accepted_tokens += other.num_accepted_tokens
-        mine, others = self.num_accepted_tokens_per_pos, other.num_accepted_tokens_per_pos
-        pairs = zip_longest(mine, others, fillvalue=0)
+        pairs = zip_longest(
+            self.num_accepted_tokens_per_pos, other.num_accepted_tokens_per_pos, fillvalue=0
+        )
         self.num_accepted_tokens_per_pos = [a + b for a, b in pairs]
 
     def since(self, earlier: SpecDecodeCounters) -> SpecDecodeCounters:
@@ -98,6 +99,7 @@ class SpecDecodeCounters:
 
     @property
     def acceptance_length(self) -> float:
+        """τ: tokens committed per verification of drafts, bonus included; 1 without any."""
         return acceptance_length(self.num_accepted_tokens, self.num_drafts)
 
     def joint_rates(self) -> list[float]:

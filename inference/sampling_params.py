@@ -45,18 +45,18 @@ ACCEPTED: Accepted = {
 }
 
 
-def without_accepted(where: str, given: Mapping[str, Any], table: Accepted) -> dict[str, Any]:
+def without_accepted(where: str, options: Mapping[str, Any], table: Accepted) -> dict[str, Any]:
     """The options that the table does not have. ConfigError for a value that it does not accept."""
-    for name in table.keys() & given.keys():
+    for name in table.keys() & options.keys():
         values = table[name]
-        if values is not None and given[name] not in values:
-            shown = reprlib.repr(given[name])
+        if values is not None and options[name] not in values:
+            shown = reprlib.repr(options[name])
             raise ConfigError(
                 f"{name}={shown} would change what is loaded or written, and this runtime does not"
                 f" do it; leave it out (accepted: {', '.join(map(repr, values))})",
                 where=f"{where}.{name}",
             )
-    return {name: value for name, value in given.items() if name not in table}
+    return {name: value for name, value in options.items() if name not in table}
 
 
 def _checked(cls: Any) -> Any:

@@ -182,7 +182,10 @@ def end_of_sequence_ids(model: str | FrozenTarget, tokenizer: Any, **source: Any
     ids: set[int] = set()
     for origin in (generation or config, tokenizer):
         eos = getattr(origin, "eos_token_id", None)
-        ids.update(eos if isinstance(eos, (list, tuple)) else [] if eos is None else [eos])
+        if isinstance(eos, (list, tuple)):
+            ids.update(eos)
+        elif eos is not None:
+            ids.add(eos)
     return frozenset(token for token in ids if 0 <= token < config.vocab_size)
 
 
@@ -199,29 +202,31 @@ def _generation_config(model: str, revision: str | None) -> GenerationConfig | N
         return None
 
 
-def model_limit(target: FrozenTarget, asked: int | None, drafter: Drafter | None = None) -> int:
-    """max_model_len: what is asked, within the positions the model was made for; by default what
-    both it and its drafter were made for, of LongRoPE the original length. Both are made ready for
-    texts of this length."""
-    own: Any = getattr(target.config, "max_position_embeddings", None)
-    if asked is None and own is None:
+def model_limit(target: FrozenTarget, requested: int | None, drafter: Drafter | None = None) -> int:
+    """max_model_len in tokens: what is requested, within the positions of the model; by default
+    those of both the model and its drafter, of LongRoPE the original length. Both are made ready
+    for texts of this length. ConfigError if the model has fewer positions, or none are known."""
+    positions: Any = getattr(target.config, "max_position_embeddings", None)
+    if requested is None and positions is None:
         raise ConfigError(
             "no max_position_embeddings in its config; pass max_model_len",
             where=f"target {target.name_or_path}",
         )
-    limit = own if asked is None else asked
-    if own is not None and limit > own:
+    limit = positions if requested is None else requested
+    if positions is not None and limit > positions:
         raise ConfigError(
-            f"max_model_len={asked}; expected at most {own}, the model's max_position_embeddings",
+            f"max_model_len={requested}; expected at most {positions}, the model's"
+            " max_position_embeddings",
             where="LLM",
         )
-    if asked is None:
+    if requested is None:
         original = original_length(target.config)
         if original is not None and original < limit:
             message = "%s: beyond %d tokens its short frequencies end, and so does max_model_len"
             logger.warning(message, target.name_or_path, original)
             limit = original
-        limit = min(limit, (drafter and drafter.max_length) or limit)
+        if drafter is not None and drafter.max_length:
+            limit = min(limit, drafter.max_length)
     target.serve_up_to(limit)
     if drafter is not None:
         fix_frequencies(drafter, limit)
@@ -260,30 +265,31 @@ def _require_present(device: torch.device) -> None:
 
 
 def require_as_loaded(target: FrozenTarget, dtype: str, device: str | None) -> None:
-    """ConfigError if a model that was given loaded is not in the dtype and on the device that are
-    asked for: it is shared with whoever loaded it, and is neither cast nor moved."""
+    """ConfigError if a model in memory is not in the dtype and on the device that are asked for: it
+    is shared with whoever loaded it, and is neither cast nor moved."""
     if dtype != "auto" and as_dtype(dtype) != target.dtype:
         has = str(target.dtype).removeprefix("torch.")
         raise ConfigError(
-            f"{dtype}, but the model was given loaded, in {has}; leave dtype out, or cast the"
-            " model before",
+            f"{dtype}, but the model in memory is in {has}; leave dtype out, or cast the model"
+            " before",
             where="dtype",
         )
     if device is None:
         return
-    wanted = default_device(device)
+    requested = default_device(device)
     actual = target.device
-    if wanted.type != actual.type or wanted.index not in (None, actual.index):
+    if requested.type != actual.type or requested.index not in (None, actual.index):
         raise ConfigError(
-            f"{wanted}, but the model was given loaded, on {actual}; leave device out, or move the"
+            f"{requested}, but the model in memory is on {actual}; leave device out, or move the"
             " model before",
             where="device",
         )
 
 
 def make_draft_length(config: MethodOptions) -> DraftLength:
-    """As `speculative_config` says."""
-    most, schedule = config.most_drafts, config.num_speculative_tokens_per_batch_size
+    """How many tokens a round drafts and verifies, as `speculative_config` says."""
+    most = config.most_drafts
+    schedule = config.num_speculative_tokens_per_batch_size
     if not config.enable_adaptive_verification or not most:
         return DraftLength(most, schedule)
     return AdaptiveDraftLength(most, config.adaptive_verification_costs, schedule)

@@ -15,6 +15,8 @@ from draftsmith.speculators.errors import ConfigError
 
 @dataclass
 class Prompt:
+    """A prompt as the engine reads it."""
+
     text: str | None  # None: given as token ids
     token_ids: list[int]
 
@@ -31,7 +33,8 @@ def read_prompts(prompts: Any, tokenizer: Any) -> list[Prompt]:
         )
     if prompts and all(isinstance(token, int) for token in prompts):
         prompts = [prompts]
-    read, faults = [], []
+    read = []
+    faults = []
     for i, prompt in enumerate(prompts):
         try:
             read.append(_read_prompt(prompt, tokenizer))

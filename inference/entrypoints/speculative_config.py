@@ -36,7 +36,8 @@ def parse_speculative_config(options: Mapping[str, Any] | None) -> MethodOptions
             "method is missing: name one, or the model of a drafter, whose config.json says it",
             where="speculative_config",
         )
-    kind, method = MethodOptions, options["method"]
+    kind = MethodOptions
+    method = options["method"]
     try:
         if isinstance(method, str):
             kind = method_options(method)
@@ -58,8 +59,8 @@ def faults_of(error: ValidationError, model: type[BaseModel]) -> str:
         elif fault["type"] != "extra_forbidden":
             message = f"{name}={fault['input']!r}: {message}" if name else message
         elif known := owners(name):
-            some = " and ".join(known) if len(known) < 3 else "trained drafters"
-            message = f"{name} belongs to {some}"
+            methods = " and ".join(known) if len(known) < 3 else "trained drafters"
+            message = f"{name} belongs to {methods}"
         else:
             message = f"{name}: unknown option"
         faults.append(message)
@@ -79,7 +80,8 @@ def complete(
     if filled.get("method") == "mtp" and filled.get("model") is None and not loaded(model):
         # a module that the target came with
         filled["model"] = with_revision(str(model), source.get("revision"))
-    drafter, tokens = filled.get("model"), filled.get("num_speculative_tokens")
+    drafter = filled.get("model")
+    tokens = filled.get("num_speculative_tokens")
     if not isinstance(drafter, str) or ("method" in filled and tokens is not None):
         return filled
     config = read_drafter_config(drafter, target_config(model, **source).num_hidden_layers)

@@ -4,6 +4,7 @@ end is decided here."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from time import perf_counter
 
 import torch
@@ -13,6 +14,22 @@ from draftsmith.inference.outputs import JudgedRound, SampleLogprobs
 from draftsmith.inference.requests.detokenizer import Detokenizer
 from draftsmith.inference.sampling.logits_processors import RequestProcessors
 from draftsmith.inference.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True)
+class _End:
+    """How a round ends a response.
+
+    kept          tokens of the round that belong to it
+    reason        "length" or "stop"
+    stop_reason   the string or token that ended it; None for an end of sequence, or the length
+    hidden        1 if the last token is a stop token that the text does not show, else 0
+    """
+
+    kept: int
+    reason: str
+    stop_reason: int | str | None = None
+    hidden: int = 0
 
 
 class Request:
@@ -76,10 +93,12 @@ class Request:
 
     @property
     def finished(self) -> bool:
+        """True once nothing more is written."""
         return self.finish_reason is not None
 
     @property
     def output_token_ids(self) -> list[int]:
+        """The committed tokens after the prompt."""
         return self.token_ids[self.num_prompt_tokens :]
 
     @property
@@ -91,30 +110,38 @@ class Request:
         """Appends a round's tokens up to the one that ends the response; returns how many were
         kept."""
         length = len(self.token_ids)
-        kept, reason, stop_token = len(new_tokens), None, None
-        if length + kept >= self.end:
-            kept, reason = self.end - length, "length"
-        if not self.stop_ids.isdisjoint(new_tokens):
-            for i in range(max(0, self.may_stop_at - length), kept):
-                if new_tokens[i] in self.stop_ids:
-                    kept, reason, stop_token = i + 1, "stop", new_tokens[i]
-                    break
-        hidden = int(reason == "stop" and not self.params.include_stop_str_in_output)
+        end = self._end_by_token(new_tokens) or self._end_by_length(length + len(new_tokens))
+        shown = new_tokens if end is None else new_tokens[: end.kept - end.hidden]
         if self.detokenizer is not None:
-            used, stop_string = self.detokenizer.push(
-                new_tokens[: kept - hidden], self.may_stop_at - length
-            )
+            used, stop_string = self.detokenizer.push(shown, self.may_stop_at - length)
             if stop_string is not None:
-                kept, reason, stop_token, hidden = used, "stop", None, 0
-                self.stop_reason = stop_string
+                end = _End(used, "stop", stop_string)
+        kept = len(new_tokens) if end is None else end.kept
         self.token_ids += new_tokens[:kept]
         del self.logprobs[len(self.token_ids) - self.num_prompt_tokens :]
-        self.num_hidden_tokens = hidden
-        if reason is not None:
-            if stop_token is not None and stop_token not in self.eos_token_ids:
-                self.stop_reason = stop_token
-            self.finish(reason)
+        if end is not None:
+            self.num_hidden_tokens = end.hidden
+            self.stop_reason = end.stop_reason
+            self.finish(end.reason)
         return kept
+
+    def _end_by_token(self, new_tokens: list[int]) -> _End | None:
+        """The end at the first stop token among those that have a place, if there is one."""
+        if self.stop_ids.isdisjoint(new_tokens):
+            return None
+        length = len(self.token_ids)
+        places = range(max(0, self.may_stop_at - length), min(len(new_tokens), self.end - length))
+        for i in places:
+            token = new_tokens[i]
+            if token in self.stop_ids:
+                reason = None if token in self.eos_token_ids else token
+                hidden = int(not self.params.include_stop_str_in_output)
+                return _End(i + 1, "stop", reason, hidden)
+        return None
+
+    def _end_by_length(self, length: int) -> _End | None:
+        """The end of a text that would have `length` tokens, if those are too many."""
+        return _End(self.end - len(self.token_ids), "length") if length >= self.end else None
 
     def count_round(self, num_drafted: int, num_accepted: int, depth: int | None = None) -> None:
         """Counts one verification: what was drafted, and how much of it was committed; `depth` as
@@ -124,6 +151,7 @@ class Request:
         self.drafted_per_round.append(num_drafted)
 
     def finish(self, reason: str) -> None:
+        """Ends the response; `reason`: its finish_reason."""
         self.finish_reason = reason
         self.finished_time = perf_counter()
         if self.detokenizer is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from draftsmith.inference.outputs import (
@@ -17,24 +16,32 @@ from draftsmith.inference.requests.detokenizer import Detokenizer
 from draftsmith.inference.requests.request import Request
 
 
-@dataclass(eq=False)
 class Response:
-    """`tokenizer`: None if no text is requested. `decodes_logprobs`: False leaves the texts of
-    log-probabilities to `decode_logprobs`."""
+    """`prompt`: None if it came as token ids. `requests`: one for each response. `tokenizer`: None
+    if no text is requested. `decodes_logprobs`: False leaves the texts of log-probabilities to
+    `decode_logprobs`."""
 
-    request_id: str
-    prompt: str | None
-    prompt_token_ids: list[int]
-    requests: Sequence[Request]
-    tokenizer: Any
-    decodes_logprobs: bool = True
-
-    def __post_init__(self) -> None:
-        self._sent = [0] * len(self.requests)  # output tokens already given out by `delta`
-        self._ended = [False] * len(self.requests)
+    def __init__(
+        self,
+        request_id: str,
+        prompt: str | None,
+        prompt_token_ids: list[int],
+        requests: Sequence[Request],
+        tokenizer: Any,
+        decodes_logprobs: bool = True,
+    ) -> None:
+        self.request_id = request_id
+        self.prompt = prompt
+        self.prompt_token_ids = prompt_token_ids
+        self.requests = requests
+        self.tokenizer = tokenizer
+        self.decodes_logprobs = decodes_logprobs
+        self._sent = [0] * len(requests)  # output tokens that `delta` has handed out
+        self._ended = [False] * len(requests)  # whether `delta` has reported the end
 
     @property
     def finished(self) -> bool:
+        """True once all of the requests are."""
         return all(request.finished for request in self.requests)
 
     def output(self) -> RequestOutput:
@@ -81,8 +88,8 @@ class Response:
             request.rounds = []
         if request.params.logprobs is not None:
             completion.logprobs = request.logprobs[start:]
-            own = zip(request.output_token_ids, request.logprobs, strict=True)
-            completion.cumulative_logprob = sum(entry[token].logprob for token, entry in own)
+            entries = zip(request.output_token_ids, request.logprobs, strict=True)
+            completion.cumulative_logprob = sum(entry[token].logprob for token, entry in entries)
             if self.decodes_logprobs:
                 decode_logprobs(completion.logprobs, self.tokenizer)
         return completion

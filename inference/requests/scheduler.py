@@ -21,9 +21,11 @@ class Scheduler:
 
     @property
     def has_unfinished(self) -> bool:
+        """True while a request runs or waits."""
         return bool(self.waiting or self.running)
 
     def add(self, request: Request) -> None:
+        """The request waits behind all others."""
         self.waiting.append(request)
 
     def admit(self) -> list[Request]:
