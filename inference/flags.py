@@ -49,6 +49,7 @@ CommaSeparated = BeforeValidator(lambda values: ",".join(map(str, values)).split
 
 
 def flag_name(field: str) -> str:
+    """--max-num-seqs of max_num_seqs; a field's unit, as in timeout_s, is no part of its flag."""
     return "--" + field.removesuffix("_s").replace("_", "-")
 
 

@@ -270,7 +270,9 @@ async def drafting_counters(client: openai.AsyncOpenAI) -> SpecDecodeCounters | 
 def read_counters(text: str) -> SpecDecodeCounters | None:
     """The counters of speculative decoding among vLLM's metrics, summed over its engines. None if
     there are none. ValueError for another format."""
-    counters, drafts, positions = SpecDecodeCounters(), False, dict[int, int]()
+    counters = SpecDecodeCounters()
+    drafts = False
+    positions: dict[int, int] = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             name = sample.name.removeprefix("vllm:spec_decode_").removesuffix("_total")

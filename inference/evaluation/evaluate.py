@@ -293,7 +293,9 @@ class _Evaluation:
         settings: EvaluationSettings,
         progress: Advance,
     ) -> None:
-        self.engine, self.cells, self.settings = engine, cells, settings
+        self.engine = engine
+        self.cells = cells
+        self.settings = settings
         self.progress: Advance = progress
         self.done = 0
 

@@ -42,7 +42,8 @@ def compare_greedy(
     details: list[TokenDifference] = []
     for i, (without, drafted) in enumerate(zip(references, outputs, strict=True)):
         prompt = without.prompt_token_ids
-        reference, output = without.outputs[0].token_ids, drafted.outputs[0].token_ids
+        reference = without.outputs[0].token_ids
+        output = drafted.outputs[0].token_ids
         position = first_difference(reference, output)
         if position is None:
             continue
@@ -91,7 +92,8 @@ def _judge(
     watched = [token for token in (expected, produced) if token is not None]
     leading = sorted({*top.indices.tolist(), *watched})
     behind = float(top.values[0] - first[watched].min()) if len(watched) == 2 else float("inf")
-    seen, noise = [first[leading]], 0.0
+    seen = [first[leading]]
+    noise = 0.0
     for logits in runs:
         changes = [logits[leading] - earlier for earlier in seen]
         noise = max([noise, *(float(change.max() - change.min()) for change in changes)])

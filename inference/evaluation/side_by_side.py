@@ -50,7 +50,10 @@ class ResponseBar:
     the passes before."""
 
     def __init__(self, progress: Advance, done: int, whole: int, note: str, **options: Any) -> None:
-        self.progress, self.done, self.whole, self.note = progress, done, whole, note
+        self.progress = progress
+        self.done = done
+        self.whole = whole
+        self.note = note
 
     def __enter__(self) -> Self:
         self.progress(self.done, self.note, self.whole)
@@ -78,7 +81,8 @@ class SideBySide:
         if DEFAULT in methods:
             raise ConfigError("this is the run without drafting", where=f"method {DEFAULT!r}")
         first = LLM(model, **options)
-        self.target, self.tokenizer = first.engine.target, first.get_tokenizer()
+        self.target = first.engine.target
+        self.tokenizer = first.get_tokenizer()
         self.rows = first.engine.scheduler.max_num_seqs
         self.llms = {DEFAULT: first}
         self.interrupt: KeyboardInterrupt | None = None

@@ -53,6 +53,7 @@ class Measurement:
     suite: str | None = None
 
     def cell(self) -> Cell:
+        """The report's cell of this measurement alone. Errors as of `make_cell`."""
         return make_cell([self], self.workload)
 
 

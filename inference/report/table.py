@@ -72,7 +72,9 @@ def _same_text(cell: Cell) -> str:
         return NONE
     mismatches = sum(check.mismatches for check in cell.lossless)
     ties = sum(check.ties for check in cell.lossless)
-    return f"NO {mismatches}" if mismatches else f"yes ~{ties}" if ties else "yes"
+    if mismatches:
+        return f"NO {mismatches}"
+    return f"yes ~{ties}" if ties else "yes"
 
 
 def position_rows(cells: Iterable[Cell]) -> list[list[str]]:
