@@ -35,6 +35,12 @@ from draftsmith.version import package_version
 Prompts = Sequence[Sequence[int]]  # token ids, as serving would send them
 
 
+def source_of(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of an LLM that say which revision of the target is loaded, and how."""
+    names = ("revision", "trust_remote_code")
+    return {name: options[name] for name in names if name in options}
+
+
 @dataclass(frozen=True)
 class Drafting:
     """The target and the drafter that are measured.
@@ -63,11 +69,11 @@ class Drafting:
                 "give the folder of an exported drafter, or a training-free method without one",
                 where="evaluate",
             )
-        drafting = cls(model, method or "", drafter, **rest)
         if method is None:
-            layers = target_config(model, **drafting.source).num_hidden_layers
+            source = source_of(rest["options"])
+            layers = target_config(model, **source).num_hidden_layers
             method = read_drafter_config(str(drafter), layers).family
-        return replace(drafting, method=method)
+        return cls(model, method, drafter, **rest)
 
     @property
     def speculative_config(self) -> dict[str, Any]:
@@ -83,8 +89,7 @@ class Drafting:
     @property
     def source(self) -> dict[str, Any]:
         """The options of an LLM that say which revision of the target is loaded, and how."""
-        names = ("revision", "trust_remote_code")
-        return {name: self.options[name] for name in names if name in self.options}
+        return source_of(self.options)
 
     def in_float32(self, rows: int) -> Drafting:
         """The same in float32, for at most `rows` requests at a time."""
@@ -160,6 +165,7 @@ class MeasuredEngine(ABC):
 
     @cached_property
     def tokenizer(self) -> Any:
+        """The target's tokenizer, or the one that the options name."""
         drafting = self.drafting
         return load_tokenizer(drafting.model, drafting.options.get("tokenizer"), **drafting.source)
 
