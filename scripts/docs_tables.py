@@ -20,7 +20,6 @@ from draftsmith.inference.evaluation.suites import DIR, SUITES
 from draftsmith.inference.report.schema import SUMMARY_KEYS, AcceptanceReport
 from draftsmith.inference.spec_decode.proposers.methods import TRAINING_FREE, method_options
 from draftsmith.speculators.export.formats import FORMATS, LAYOUTS, NATIVE
-from draftsmith.speculators.export.layouts.base import Layout
 from draftsmith.speculators.export.serving_commands import vllm_method
 from draftsmith.speculators.registry import FAMILIES
 from draftsmith.train.cli import app
@@ -98,11 +97,13 @@ def _engines() -> list[str]:
     """What serves each family, by the layouts; tests/vllm holds them to vLLM's own registry."""
     rows = []
     for family in (*FAMILIES, *TRAINING_FREE):
-        layout = LAYOUTS.get((NATIVE, family)) or method_options(family)
-        if isinstance(layout, Layout):
+        layout: Any
+        if (NATIVE, family) in LAYOUTS:
+            layout = LAYOUTS[NATIVE, family].layout
             method = vllm_method(family)["method"] if layout.in_vllm else ""
             served = [bool(method) and not layout.dropped(version) for version in VLLM_VERSIONS]
         else:
+            layout = method_options(family)
             method = (layout.vllm or {}).get("method", family) if layout.vllm is not None else ""
             served = [bool(method)] * len(VLLM_VERSIONS)
         rows.append(

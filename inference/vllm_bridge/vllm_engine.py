@@ -245,7 +245,7 @@ def speculative_config(
         return config, needs
     target = target_config(drafting.model, **drafting.source)
     head: Any = read_drafter_config(drafting.drafter, target.num_hidden_layers)
-    layout = LAYOUTS[NATIVE, head.family]
+    layout = LAYOUTS[NATIVE, head.family].layout
     if why := layout.dropped(version) or ("" if layout.in_vllm else layout.no_vllm(head)):
         raise ConfigError(f"{why}; use --engine draftsmith", where=f"{drafting.drafter}")
     config |= vllm_method(head.family) | {"model": str(resolve(drafting.drafter))}

@@ -51,16 +51,16 @@ def export_drafter(
     place in it. `beside`: files that go into the folder too."""
     folder = Path(folder)
     config = drafter.config.model_copy(update={"dtype": str(dtype).removeprefix("torch.")})
-    layout = layout_for(format, config.family)
-    layout.check(config, format)
-    fields = layout.to_config(config)
+    written_as = layout_for(format, config.family)
+    written_as.check(config, format)
+    fields = written_as.layout.to_config(config)
     if drafter.attached:
         fields["draftsmith"]["target"] = describe_target(drafter.target)
     fields["draftsmith"] |= (provenance or {}) | ({"format": format} if format != NATIVE else {})
-    fields = layout.to_engine(fields)
+    fields = written_as.to_engine(fields)
     fields["draftsmith"] = fields.pop("draftsmith")  # the last section
     with fresh_folder(folder) as fresh:
-        layout.write(drafter, config, fresh, dtype)
+        written_as.write(drafter, config, fresh, dtype)
         for file in beside:
             shutil.copyfile(file, fresh / file.name)
         (fresh / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
@@ -189,9 +189,9 @@ def read_drafter_config(
     folder = resolve(path_or_id, weights=not config_only)
     names = set() if config_only else set(_headers(folder))
     fields, where = read_fields(folder), f"{folder}/config.json"
-    layout = layout_of(fields, names, str(folder))
-    plain = layout.from_engine(fields, where)
-    return layout.from_config(Source(plain, names, where, num_target_layers))
+    written_as = layout_of(fields, names, str(folder))
+    plain = written_as.from_engine(fields, where)
+    return written_as.layout.from_config(Source(plain, names, where, num_target_layers))
 
 
 def read_fields(path_or_id: str | Path) -> dict[str, Any]:
@@ -223,5 +223,4 @@ def load_drafter(
 def load_weights(drafter: Drafter, folder: Path) -> None:
     """Fills all of `drafter` from the tensors of `folder`, strictly."""
     headers, fields = _headers(folder), read_fields(folder)
-    layout = layout_of(fields, set(headers), str(folder))
-    layout.read(drafter, folder)
+    layout_of(fields, set(headers), str(folder)).layout.read(drafter, folder)

@@ -1,4 +1,4 @@
-"""The export formats, and the `Layout` of each family in each format.
+"""The export formats, and the layout of each family in each format.
 
 Writing, strict reading, `draftsmith inspect` and docs/serve.md go by these tables.
 """
@@ -22,7 +22,7 @@ from draftsmith.speculators.export.layouts import (
     speculators,
     transformers,
 )
-from draftsmith.speculators.export.layouts.base import Layout
+from draftsmith.speculators.export.layouts.format import Format
 
 NATIVE = "vllm"
 NAMED_ONLY = (("sglang",), ("transformers",))
@@ -43,36 +43,38 @@ FORMATS: dict[str, str] = {
 # A folder that does not name its family belongs to the first layout that recognises it, but for
 # those of SGLang alone (other tools write its sections with either numbering of taps) and of
 # transformers alone (no other tool writes them).
-_TABLE: tuple[Layout, ...] = (
-    speculators.SpeculatorsPEagleLayout(),
-    speculators.SpeculatorsDFlashLayout(),
-    speculators.SpeculatorsDFlash2Layout(),
-    speculators.SpeculatorsDSparkLayout(),
-    # the last of the format: it recognises algorithms that are not known
-    speculators.SpeculatorsEagle3Layout(),
-    mlp.MLPLayout(),
-    medusa.MedusaLayout(),
-    mtp.MtpLayout(),
-    dflash.DSparkLayout(),
-    dflash.DFlash2Layout(),
-    dflash.DFlashLayout(),
-    peagle.PEagleLayout(),
-    eagle3.Eagle3Layout(),
-    eagle.EagleLayout(),
-    draft_model.DraftModelLayout(),  # the last that recognises anything: every causal LM is one
-    sglang.SGLangEagle3Layout(),
-    sglang.SGLangEagleLayout(),
-    transformers.TransformersDFlashLayout(),
-    transformers.TransformersMtpLayout(),
+_TABLE: tuple[Format, ...] = (
+    speculators.SpeculatorsPEagle(),
+    speculators.SpeculatorsDFlash(),
+    speculators.SpeculatorsDFlash2(),
+    speculators.SpeculatorsDSpark(),
+    # The last of its format: it recognises algorithms that are not known.
+    speculators.SpeculatorsEagle3(),
+    Format(mlp.MLPLayout(), "vllm"),
+    Format(medusa.MedusaLayout(), "vllm"),
+    Format(mtp.MtpLayout(), "vllm", "sglang"),
+    Format(dflash.DSparkLayout(), "vllm", "sglang"),
+    Format(dflash.DFlash2Layout(), "vllm", "sglang"),
+    Format(dflash.DFlashLayout(), "vllm", "sglang"),
+    Format(peagle.PEagleLayout(), "vllm"),
+    Format(eagle3.Eagle3Layout(), "vllm"),
+    Format(eagle.EagleLayout(), "vllm"),
+    # The last that recognises anything: every causal LM is one.
+    Format(draft_model.DraftModelLayout(), "vllm", "sglang", "transformers"),
+    Format(sglang.SGLangEagle3Layout(), "sglang"),
+    Format(sglang.SGLangEagleLayout(), "sglang"),
+    transformers.TransformersDFlash(),
+    transformers.TransformersMtp(),
 )
-LAYOUTS: dict[tuple[str, str], Layout] = {
-    (format_, layout.family): layout for layout in _TABLE for format_ in layout.formats
+# (name of a format, family) -> the family's layout in that format.
+LAYOUTS: dict[tuple[str, str], Format] = {
+    (name, row.family): row for row in _TABLE for name in row.names
 }
 FAMILIES = tuple(family for format_, family in LAYOUTS if format_ == NATIVE)
 
 
-def layout_for(format_: str, family: str) -> Layout:
-    """The table of a family in a format. ConfigError names those that it has."""
+def layout_for(format_: str, family: str) -> Format:
+    """The layout of a family in a format. ConfigError names those that it has."""
     if format_ not in FORMATS:
         raise ConfigError(
             f"expected one of {', '.join(FORMATS)}", where=f"export format {format_!r}"
@@ -99,13 +101,13 @@ def format_of(fields: Mapping[str, Any]) -> str:
     return own.get("format", NATIVE)
 
 
-def layout_of(fields: Mapping[str, Any], names: set[str], where: str) -> Layout:
+def layout_of(fields: Mapping[str, Any], names: set[str], where: str) -> Format:
     """The layout that config.json names, or the first that recognises the folder."""
     own = fields.get("draftsmith") or {}
     family, format_ = own.get("family"), own.get("format", NATIVE)
     layout = LAYOUTS.get((format_, family or ""))
     if family is None:
-        unnamed = (row for row in _TABLE if row.formats not in NAMED_ONLY)
+        unnamed = (row for row in _TABLE if row.names not in NAMED_ONLY)
         layout = next((row for row in unnamed if row.recognises(fields, names)), None)
     if layout is None:
         raise CheckpointError(

@@ -22,6 +22,7 @@ from draftsmith.speculators.export.formats import format_of, layout_of
 from draftsmith.speculators.export.headers import Header, pickled_files, read_headers
 from draftsmith.speculators.export.layouts import base
 from draftsmith.speculators.export.layouts.base import Fault, Layout
+from draftsmith.speculators.export.layouts.format import Format
 from draftsmith.speculators.vocab.draft_vocab import from_offsets
 
 CONFIG = "config.json"
@@ -93,9 +94,10 @@ def inspect_folder(
     if not result.fields or not result.headers:
         return result
     try:
-        result.layout = layout_of(result.fields, set(result.headers), CONFIG)
+        written_as = layout_of(result.fields, set(result.headers), CONFIG)
+        result.layout = written_as.layout
         layers = num_target_layers if target is None else target.num_layers
-        result.config = _read_config(result, result.layout, layers)
+        result.config = _read_config(result, written_as, layers)
         _read_tensors(result, result.layout, result.config)
     except DraftsmithError as error:
         result.add(CONFIG, str(error).removeprefix(f"{CONFIG}: "))
@@ -141,21 +143,21 @@ def _read_files(result: Inspection) -> None:
 # ------------------------------------------------------------------ config.json and tensors
 
 
-def _read_config(result: Inspection, layout: Layout, layers: int | None) -> DrafterConfig:
+def _read_config(result: Inspection, written_as: Format, layers: int | None) -> DrafterConfig:
     """The config in the terms of vLLM's own format. DraftsmithError if it cannot be read."""
-    names = set(result.headers)
+    layout, names = written_as.layout, set(result.headers)
     if layout.bare:
         if prefixed := sorted(name for name in names if name.startswith(base.PREFIX)):
             text = f"{prefixed[0]} and {len(prefixed) - 1} more names begin with it; leave it out"
             result.add(base.PREFIX, text, base.REFUSES)
         names = base.bare_names(names)
-    plain = dict(layout.from_engine(result.fields, CONFIG))
+    plain = dict(written_as.from_engine(result.fields, CONFIG))
     readable = layout.architectures if format_of(result.fields) != "speculators" else ()
     if readable and (plain.get("architectures") or [None])[0] not in readable:
         text = f"architectures is {plain.get('architectures')}; expected {' or '.join(readable)}"
         result.add("architectures", text, base.REFUSES)
         plain["architectures"] = readable[:1]
-    result.faults += layout.field_faults(result.fields, plain, names)
+    result.faults += written_as.field_faults(result.fields, plain, names)
     section = plain.get("dflash_config") or {}
     ids = plain.get("target_layer_ids") or section.get("target_layer_ids") or ()
     taps = plain.get("eagle_aux_hidden_state_layer_ids") or ()

@@ -83,8 +83,10 @@ def _without_drafter(options: Any, target: str, own: Options) -> list[ServingCom
 def _vllm(
     own: Options, target: str, config: DrafterConfig, format_: str, version: str | None
 ) -> ServingCommand:
-    folder, layout = own["model"], layout_for(format_, config.family)
-    if why := layout.no_vllm(config) or layout.dropped(version):
+    folder = own["model"]
+    written_as = layout_for(format_, config.family)
+    layout = written_as.layout
+    if why := written_as.no_vllm(config) or layout.dropped(version):
         if format_ in ("sglang", "transformers"):
             why = f"this folder is in the format {format_}: {why}; {_again(folder, NATIVE)}"
         return ServingCommand("vLLM", note=why)
@@ -97,7 +99,7 @@ def _vllm(
 
 
 def _sglang(own: Options, target: str, config: DrafterConfig, format_: str) -> ServingCommand:
-    algorithm = LAYOUTS[NATIVE, config.family].sglang_algorithm
+    algorithm = LAYOUTS[NATIVE, config.family].layout.sglang_algorithm
     if algorithm is None:
         return ServingCommand("SGLang", note=f"SGLang has no {config.family} decoding")
     theirs = layout_for("sglang", config.family)
@@ -114,7 +116,7 @@ def _sglang(own: Options, target: str, config: DrafterConfig, format_: str) -> S
     flags = {
         "speculative-algorithm": algorithm,
         "speculative-draft-model-path": own["model"],
-        **(chain if theirs.sglang_chain else {}),
+        **(chain if theirs.layout.sglang_chain else {}),
         "speculative-num-draft-tokens": tokens + 1,
     }
     return _sglang_command(target, flags)
@@ -132,8 +134,8 @@ def _again(folder: str, format_: str) -> str:
 
 def vllm_method(method: str) -> dict[str, Any]:
     """The options of vLLM's speculative_config that name a family or another method."""
-    layout = LAYOUTS.get((NATIVE, method))
-    return {"method": method, **(layout.vllm_method if layout else {})}
+    family = LAYOUTS.get((NATIVE, method))
+    return {"method": method, **(family.layout.vllm_method if family else {})}
 
 
 def vllm_command(target: str, options: Options) -> str:

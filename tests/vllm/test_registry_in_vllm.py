@@ -43,9 +43,10 @@ def check(version: str, registry: str, methods: str) -> None:
     architectures = assigned(registry, "_SPECULATIVE_DECODING_MODELS")
     known = assigned(methods, "Method") | assigned(methods, "ModelTypes")
     assert len(architectures) > 20 and {"eagle3", "ngram"} <= known
-    for (format_, family), layout in LAYOUTS.items():
+    for (format_, family), written_as in LAYOUTS.items():
         if format_ != NATIVE:
             continue
+        layout = written_as.layout
         served = layout.in_vllm and not layout.dropped(version)
         if layout.in_vllm:
             named = vllm_method(family)["method"] in (known | {"mtp"})

@@ -98,14 +98,13 @@ class Source:
 
 
 class Layout:
-    """One family's folder in the formats `formats`. Module names are those of the family's file.
+    """The tensors and fields of one family's folder. Module names are those of the family's file.
 
-    `to_config` and `from_config` use the field names of vLLM's own format. A format with other
-    fields converts them in `to_engine` and `from_engine`, and one with other tensor names overrides
-    `name_in_file`."""
+    `to_config` and `from_config` use the field names of vLLM's own format. A format with fields at
+    other places is given the layout (format.py); one with other tensor names has a layout of its
+    own, which overrides `name_in_file`."""
 
     family: ClassVar[str]
-    formats: ClassVar[tuple[str, ...]] = ("vllm",)
     architectures: ClassVar[tuple[str, ...]] = ()  # that are read; the first is written; (): any
     ignored: ClassVar[tuple[str, ...]] = ()  # tensors of other tools that no loader reads
     exact: ClassVar[tuple[str, ...]] = ()  # endings of the names of tensors that stay in float32

@@ -34,16 +34,16 @@ class DFlashLayout(Layout):
     """The backbone: taps, mask token and causality below `dflash_config`."""
 
     family = "dflash"
-    formats: ClassVar[tuple[str, ...]] = ("vllm", "sglang")
     architectures: ClassVar[tuple[str, ...]] = ("DFlashDraftModel",)
-    # below `dflash_config`; and fields of the family's config, written under the same names
+    # Fields below `dflash_config`.
     nested: ClassVar[tuple[str, ...]] = (
         "mask_token_id",
         "target_layer_ids",
         "block_size",
         "causal",
     )
-    own: ClassVar[tuple[str, ...]] = ()
+    # Fields of the family's config that are written under the same names.
+    own_fields: ClassVar[tuple[str, ...]] = ()
     ignored = ("t2d",)
     sglang_algorithm = "DFLASH"
     sglang_chain = False
@@ -89,14 +89,17 @@ class DFlashLayout(Layout):
     def causality_faults(self, plain: Fields) -> Iterator[Fault]:
         """vLLM goes by `is_causal`, or else `dflash_config.causal`, or else the windows; SGLang by
         `is_causal` alone. Under another mask than in training little is accepted."""
-        top, nested = plain.get("is_causal"), (plain.get(SECTION) or {}).get("causal")
+        top = plain.get("is_causal")
+        nested = (plain.get(SECTION) or {}).get("causal")
         if top is None and nested is None:
             kind = "causal" if is_causal(plain) else "bidirectional"
             text = f"neither is_causal nor {SECTION}.causal: taken for {kind}"
             yield Fault("is_causal", text, f"engines take it for {kind}", warning=True)
-        elif (base.SLIDING in (plain.get("layer_types") or []) if top is None else top) != (
-            top if nested is None else nested
-        ):
+            return
+        windows_imply = base.SLIDING in (plain.get("layer_types") or [])
+        by_is_causal = windows_imply if top is None else top
+        by_section = by_is_causal if nested is None else nested
+        if by_section != by_is_causal:
             text = f"is_causal is {top}, {SECTION}.causal {nested}; write both as it was trained"
             yield Fault("is_causal", text, "vLLM reads either, SGLang is_causal alone")
 
@@ -119,7 +122,7 @@ class DFlashLayout(Layout):
             "target_layer_ids": [tap - 1 for tap in config.tap_layers],
             "block_size": config.block_size,
             "causal": config.is_causal,
-            **{name: getattr(config, name) for name in self.own},
+            **{name: getattr(config, name) for name in self.own_fields},
         }
         return {
             "architectures": [self.architectures[0]],
@@ -148,7 +151,7 @@ class DFlashLayout(Layout):
         section = {**fields, **(fields.get(SECTION) or {})}
         layers = fields.get("num_target_layers") or source.layers
         replace(source, fields=section).require("mask_token_id", "target_layer_ids")
-        given = [name for name in (*self.own, ANCHOR) if section.get(name) is not None]
+        given = [name for name in (*self.own_fields, ANCHOR) if section.get(name) is not None]
         return build_config(
             where,
             self.family,
@@ -168,7 +171,7 @@ class DSparkLayout(DFlashLayout):
     family = "dspark"
     architectures: ClassVar[tuple[str, ...]] = ("Qwen3DSparkModel",)
     nested = ("causal",)
-    own = (*DSparkShape.model_fields, "markov_head_type")
+    own_fields = (*DSparkShape.model_fields, "markov_head_type")
     without: ClassVar = {
         "d2t": base.REFUSES,
         "lm_head.weight": base.REFUSES,
@@ -184,7 +187,7 @@ class DSparkLayout(DFlashLayout):
 
     def field_faults(self, fields: Fields, plain: Fields, names: set[str]) -> Iterator[Fault]:
         section = plain.get(SECTION) or {}
-        for name in (*self.own, "block_size"):
+        for name in (*self.own_fields, "block_size"):
             if name in section and plain.get(name) is None:
                 text = f"{name} stands below {SECTION} alone; write it at the top"
                 yield Fault(name, text, "engines refuse it")
@@ -196,8 +199,8 @@ class DFlash2Layout(DFlashLayout):
 
     family = "dflash2"
     architectures: ClassVar[tuple[str, ...]] = ("DFlash2DraftModel",)
-    own = tuple(DFlash2Shape.model_fields)
-    nested = (*DFlashLayout.nested, *own)
+    own_fields = tuple(DFlash2Shape.model_fields)
+    nested = (*DFlashLayout.nested, *own_fields)
     vllm_method: ClassVar = {"method": "dflash"}
     vllm_note = NO_CPU_RUNNER
 

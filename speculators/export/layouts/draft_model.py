@@ -33,7 +33,6 @@ class DraftModelLayout(Layout):
     """The names and shapes of the tensors are transformers' own."""
 
     family = "draft_model"
-    formats: ClassVar = ("vllm", "sglang", "transformers")
     bare = False
     without: ClassVar = {"": base.REFUSES}
     sglang_algorithm = "STANDALONE"

@@ -32,6 +32,8 @@ class Eagle3Layout(Layout):
         **Layout.without,
     }
     sglang_algorithm: ClassVar[str | None] = "EAGLE3"
+    # The folder is SGLang's own, which names the taps below `eagle_config`.
+    taps_in_section: ClassVar[bool] = False
 
     def recognises(self, fields: Fields, names: set[str]) -> bool:
         bare = base.bare_names(names)
@@ -71,17 +73,16 @@ class Eagle3Layout(Layout):
 
     def from_engine(self, fields: Fields, where: str) -> Fields:
         """Taps where SGLang has them, which numbers them by layer outputs, as taps."""
-        theirs = (fields.get(SECTION) or {}).get(TAPS)
-        if fields.get(TAPS) or not theirs:
+        if not _only_in_section(fields):
             return fields
-        return {**fields, TAPS: [tap + 1 for tap in theirs]}
+        return {**fields, TAPS: [tap + 1 for tap in fields[SECTION][TAPS]]}
 
     def field_faults(self, fields: Fields, plain: Fields, names: set[str]) -> Iterator[Fault]:
         taps, count = plain.get(TAPS), plain.get(COUNT)
         if not taps:
             text = f"{TAPS} is missing; write the layers that it was trained on"
             yield Fault(TAPS, text, "vLLM taps layers of its own choice, 2, n/2 and n-3")
-        elif "vllm" in self.formats and not fields.get(TAPS):
+        elif not self.taps_in_section and _only_in_section(fields):
             text = f"taken for layer outputs, the taps {taps}; write {TAPS} at the top"
             engines = "vLLM takes them for taps; SGLang, whose section it is, for layer outputs"
             yield Fault(f"{SECTION}.{TAPS}", text, engines, warning=True)
@@ -111,3 +112,9 @@ class Eagle3Layout(Layout):
 
     def canonical(self, tensors: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
         return {self.name_in_file(name, config): tensor for name, tensor in tensors.items()}
+
+
+def _only_in_section(fields: Fields) -> bool:
+    """True if the taps stand below `eagle_config` alone."""
+    section = fields.get(SECTION) or {}
+    return bool(section.get(TAPS)) and not fields.get(TAPS)

@@ -70,7 +70,6 @@ class MtpLayout(Layout):
     """All three; which one it is, the names of the tensors say."""
 
     family = "mtp"
-    formats: ClassVar[tuple[str, ...]] = ("vllm", "sglang")
     bare = False
     without: ClassVar = {"": base.REFUSES}
     vllm_arguments = """ --hf-overrides '{"num_nextn_predict_layers": 1}'"""

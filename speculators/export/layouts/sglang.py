@@ -18,9 +18,9 @@ EAGLE = "LlamaForCausalLMEagle"
 
 
 class SGLangEagle3Layout(Eagle3Layout):
-    """EAGLE-3."""
+    """EAGLE-3 as SGLang reads it."""
 
-    formats: ClassVar = ("sglang",)
+    taps_in_section = True
 
     def check(self, config: Any, format_: str) -> None:
         switches = ("norm_before_fc", "norm_before_residual", "qk_norm", "sliding_window")
@@ -55,9 +55,8 @@ class SGLangEagle3Layout(Eagle3Layout):
 
 
 class SGLangEagleLayout(EagleLayout):
-    """EAGLE-1. SGLang's fc always has a bias, which would be random if it were left out."""
+    """EAGLE-1 as SGLang reads it, whose fc always has a bias: random, if it were left out."""
 
-    formats: ClassVar = ("sglang",)
     architectures: ClassVar[tuple[str, ...]] = (EAGLE,)
 
     def check(self, config: Any, format_: str) -> None:
