@@ -19,11 +19,13 @@ from draftsmith.inference.sampling.sampler import uniforms
 from draftsmith.inference.sampling_params import SamplingParams
 from draftsmith.inference.spec_decode.proposal import Proposal
 from draftsmith.inference.spec_decode.tree_attention import ancestors
+from draftsmith.inference.spec_decode.tree_shape import DynamicTree
 from draftsmith.inference.spec_decode.verification import chain_rules, rejection_sampler, tree_rules
 from draftsmith.inference.spec_decode.verification.chain_rules import RULES, Verdict
 from draftsmith.speculators.vocab.draft_vocab import scatter_to_target
 from tests.support.configurations import Configuration
 from tests.support.enumeration import (
+    LOSSLESS,
     VOCAB,
     Table,
     World,
@@ -32,6 +34,7 @@ from tests.support.enumeration import (
     one_hot,
     random_table,
 )
+from tests.support.grown_trees import Tree, enumerate_grown, grown
 from tests.support.markov import (
     CLASSES,
     WIDTH,
@@ -219,6 +222,33 @@ def test_traversal(bug, monkeypatch):
     monkeypatch.setattr(tree_rules, *TRAVERSAL_BUGS[bug])
     with not_lossless():
         assert_lossless(PAIRS, "traversal")
+
+
+# Of a tree that has grown, which nodes are judged: nodes that have children always.
+
+
+def by_the_draft_beside(tree: Tree) -> list[int]:
+    """A draft is judged if the sibling drawn after it is token 0."""
+    tokens, parents = tree
+    siblings = {parent: node for node, parent in enumerate(parents)}  # the last of each
+    return [
+        node
+        for node, parent in enumerate(parents)
+        if node in parents or siblings[parent] == node or tokens[siblings[parent]] == 0
+    ]
+
+
+def by_the_draft_itself(tree: Tree) -> list[int]:
+    tokens, parents = tree
+    return [node for node, token in enumerate(tokens) if node in parents or token == 0]
+
+
+@pytest.mark.parametrize("judged", [by_the_draft_beside, by_the_draft_itself])
+def test_a_grown_tree_that_is_chosen_after_looking(judged):
+    p, q = random_table(20), random_table(21)
+    trees = grown(DynamicTree(2, 2, 5), q)
+    assert enumerate_grown(trees, p, q) <= LOSSLESS
+    assert enumerate_grown(trees, p, q, judged) > 1e-3
 
 
 # ------------------------------------------------------- the sampler: dice, and what it is given

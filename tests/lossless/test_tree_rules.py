@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from draftsmith.inference.spec_decode.proposal import Proposal
+from draftsmith.inference.spec_decode.tree_shape import DynamicTree
 from draftsmith.inference.spec_decode.verification.rejection_sampler import rule_for
 from draftsmith.speculators.errors import ConfigError
 from tests.support.enumeration import (
@@ -19,6 +20,7 @@ from tests.support.enumeration import (
     paper_toy,
     random_table,
 )
+from tests.support.grown_trees import enumerate_grown, grown
 
 PAIRS = (-1, -1, 0, 0, 1, 1)  # two drafts, and two after each
 SHAPES = {
@@ -36,6 +38,16 @@ SHAPES = {
 def test_lossless_for_sampled_trees(rule, shape, sparse):
     q = random_table(60, sparse and shape != "wide")
     assert_lossless(World(SHAPES[shape], random_table(3, sparse), q), rule)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("budget", [3, 5])
+def test_traversal_is_lossless_for_every_tree_that_grows(budget, seed):
+    """Which nodes have children, and how many, depends on the drafts above."""
+    p, q = random_table(seed), random_table(seed + 50)
+    trees = grown(DynamicTree(2, 2, budget), q)
+    assert len({parents for _, parents in trees}) > 1
+    assert enumerate_grown(trees, p, q) <= LOSSLESS
 
 
 @pytest.mark.parametrize("shape", ["chain", "wide", "uneven"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -27,6 +27,27 @@ def chain(gamma: int) -> tuple[int, ...]:
     return tuple(range(-1, gamma - 1))
 
 
+def prefixes(tokens: Sequence[int], parents: Sequence[int]) -> list[tuple]:
+    """The tokens up to each node."""
+    found: list[tuple] = []
+    for token, parent in zip(tokens, parents, strict=True):
+        found.append((*(found[parent] if parent >= 0 else ()), token))
+    return found
+
+
+def chance(tokens: Sequence[int], parents: Sequence[int], q: Table) -> float:
+    """The probability of these drafts: siblings are drawn in turn, without replacement."""
+    before, product = prefixes(tokens, parents), 1.0
+    for k, parent in enumerate(parents):
+        earlier = [tokens[j] for j in range(k) if parents[j] == parent]
+        weights = q(before[parent] if parent >= 0 else ())
+        left = 1 - sum(float(weights[x]) for x in earlier)
+        if tokens[k] in earlier or left <= 1e-15:
+            return 0.0
+        product *= float(weights[tokens[k]]) / left
+    return product
+
+
 @dataclass(frozen=True)
 class World:
     """A target and a drafter that remember everything, and the shape of the drafts.
@@ -45,30 +66,14 @@ class World:
         return replace(self, given_p=None, given_q=None, given_counts=None)
 
     def prefixes(self, tokens: tuple) -> list[tuple]:
-        """The tokens up to each node."""
-        prefixes: list[tuple] = []
-        for token, parent in zip(tokens, self.parents, strict=True):
-            prefixes.append((*(prefixes[parent] if parent >= 0 else ()), token))
-        return prefixes
+        return prefixes(tokens, self.parents)
 
     def drafts(self) -> tuple[list[tuple], list[float]]:
-        """Every tree that can be drafted, and its probability: siblings are drawn in turn, without
-        replacement."""
-        trees, chances = [], []
-        for tokens in itertools.product(range(VOCAB), repeat=len(self.parents)):
-            prefixes, chance = self.prefixes(tokens), 1.0
-            for k, parent in enumerate(self.parents):
-                earlier = [tokens[j] for j in range(k) if self.parents[j] == parent]
-                q = self.q(prefixes[parent] if parent >= 0 else ())
-                left = 1 - sum(float(q[x]) for x in earlier)
-                if tokens[k] in earlier or left <= 1e-15:
-                    chance = 0.0
-                    break
-                chance *= float(q[tokens[k]]) / left
-            if chance > 0:
-                trees.append(tokens)
-                chances.append(chance)
-        return trees, chances
+        """Every tree that can be drafted, and its probability."""
+        trees = list(itertools.product(range(VOCAB), repeat=len(self.parents)))
+        chances = [chance(tokens, self.parents, self.q) for tokens in trees]
+        possible = [b for b, of_tree in enumerate(chances) if of_tree > 0]
+        return [trees[b] for b in possible], [chances[b] for b in possible]
 
     def input_of(self, drafts: list[tuple], *, as_chain: bool) -> tuple[Tensor, Proposal]:
         """What the verifier gets: p [N, 1+K, V] and the proposal."""
@@ -93,7 +98,7 @@ class World:
         if rule in RULES:
             return _of_verdict(self.verdict(drafts, rule))
         p, proposal = self.input_of(drafts, as_chain=False)
-        return {"traversal": _of_traversal, "sample_match": _of_match, "recursive": _of_recursive}[
+        return {"traversal": of_traversal, "sample_match": _of_match, "recursive": _of_recursive}[
             rule
         ](p, proposal)
 
@@ -142,7 +147,7 @@ class EveryThrow:
         return more
 
 
-def _of_traversal(p: Tensor, proposal: Proposal) -> Iterator[Outcome]:
+def of_traversal(p: Tensor, proposal: Proposal) -> Iterator[Outcome]:
     """Through the production's batch of all drafts that have an outcome left."""
     throws = [EveryThrow() for _ in p]
     rows = list(range(len(p)))
@@ -213,18 +218,26 @@ def enumerate_rule(world: World, rule: str, only: tuple | None = None) -> tuple[
     drafts, drawn = world.drafts()
     if only is not None:
         drafts, drawn, world = [only], [1.0], replace(world, deterministic=True)
+    return compare(world.outcomes(drafts, rule), drafts, drawn, world.p)
+
+
+def compare(
+    outcomes: Iterable[Outcome], drafts: Sequence[tuple], drawn: Sequence[float], p: Table
+) -> tuple[float, float]:
+    """As `enumerate_rule`, of the outcomes of these drafts, which are drawn with these
+    probabilities."""
     written: dict[tuple, float] = {}
     expected_accepted = 0.0
-    for b, path, weights, chance in world.outcomes(drafts, rule):
+    for b, path, weights, chance in outcomes:
         mass = drawn[b] * chance
         expected_accepted += mass * len(path)
         for token, weight in enumerate(weights.tolist()):
             text = (*(drafts[b][node] for node in path), token)
             written[text] = written.get(text, 0.0) + mass * weight
     distance = 0.0
-    length = 1 + max(map(len, world.prefixes(drafts[0])))
+    length = max(map(len, written))
     for text in itertools.product(range(VOCAB), repeat=length):
-        steps = [float(world.p(text[:k])[x]) for k, x in enumerate(text)]
+        steps = [float(p(text[:k])[x]) for k, x in enumerate(text)]
         mass = sum(written.get(text[:k], 0.0) * math.prod(steps[k:]) for k in range(1, length + 1))
         distance += abs(mass - math.prod(steps)) / 2
     return distance, expected_accepted
