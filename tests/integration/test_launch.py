@@ -51,8 +51,11 @@ def alone(path: Path, out: Path, *overrides: str) -> PythonProcess:
 
 
 def finished(process: subprocess.Popen) -> str:
+    """What a process printed; of one that failed its own errors first, which the launcher's account
+    of all processes would hide."""
     said, _ = process.communicate(timeout=900)
-    assert process.returncode == 0, said[-4000:]
+    errors = [line for line in said.splitlines() if line.startswith("error:")]
+    assert process.returncode == 0, "\n".join([*errors, said[-4000:]])
     return said
 
 

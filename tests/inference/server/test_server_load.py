@@ -167,14 +167,14 @@ def test_a_full_queue_refuses(serving, drafting_llm, model):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method, stream", [("propose", True), ("_forward", False)])
+@pytest.mark.parametrize("method, stream", [("propose", True), ("logits", False)])
 def test_a_step_that_fails_ends_its_requests_and_the_next_is_served(
     serving, drafting_llm, model, caplog, method, stream, monkeypatch
 ):
     """Each with a 500 and the reason, which the log has too; who waits is served."""
     llm = drafting_llm("ngram", model, max_num_seqs=2)
     url = serving(llm)
-    owner = llm.engine.proposer if method == "propose" else llm.engine
+    owner = llm.engine.proposer if method == "propose" else llm.engine.runner
     works, calls = getattr(owner, method), []
 
     def fails_once(*given):
