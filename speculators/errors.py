@@ -31,5 +31,9 @@ class UnsupportedTarget(DraftsmithError):
     """The target's architecture is not supported, and a workaround would change its output."""
 
 
+class QuantisedTensors(UnsupportedTarget):
+    """Tensors of a checkpoint are quantised, and are needed as they are in float formats."""
+
+
 class HubError(DraftsmithError):
     """The Hub could not be reached, or a request to it failed."""

@@ -16,14 +16,15 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, rename_source_key
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
-from draftsmith.speculators.errors import CheckpointError, UnsupportedTarget
+from draftsmith.speculators.errors import CheckpointError, QuantisedTensors
 from draftsmith.speculators.hub import one_line
 from draftsmith.speculators.target import probe
 
 # The first number of a tensor's name is that of its layer; those of experts follow it.
 LAYER_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+FORMAT_KEYS = ("quant_method", "format", "quant_algo")  # of a `quantization_config`
 
 
 class Checkpoint:
@@ -52,6 +53,13 @@ class Checkpoint:
                 tensors |= {name: file.get_tensor(name) for name in names}
         return tensors
 
+    def quantisation(self) -> str:
+        """The format of its quantised weights, as its config names it; empty: it names none."""
+        fields = json.loads(self._fetched(CONFIG_NAME).read_text(encoding="utf-8"))
+        of_text = (fields.get("text_config") or {}).get("quantization_config")
+        named = fields.get("quantization_config") or of_text or {}
+        return ", ".join(str(named[key]) for key in FORMAT_KEYS if named.get(key))
+
     def _fetched(self, file: str) -> Path:
         """The local path of a file. CheckpointError: it is not there, or cannot be fetched."""
         try:
@@ -79,7 +87,7 @@ def read_tensors(
     names of the checkpoint. `layers`: the model's i-th layer is the checkpoint's layers[i], and is
     named i; none: the layers are the checkpoint's.
 
-    CheckpointError: a file is missing or damaged. UnsupportedTarget: the tensors are quantised."""
+    CheckpointError: a file is missing or damaged. QuantisedTensors: they are quantised."""
     expected = model.state_dict()
     shards = checkpoint.shards()
     numbered = {name: _renumbered(name, layers) for name in shards}
@@ -88,7 +96,7 @@ def read_tensors(
     weights = checkpoint.read(
         {name: shards[name] for name, parameter in parameters.items() if parameter in expected}
     )
-    refuse_quantised(weights, parameters, expected, where)
+    refuse_quantised(weights, parameters, expected, checkpoint, where)
     return {numbered[name] or name: weight for name, weight in weights.items()}
 
 
@@ -121,9 +129,10 @@ def refuse_quantised(
     weights: Mapping[str, Tensor],
     parameters: Mapping[str, str],
     expected: Collection[str],
+    checkpoint: Checkpoint,
     where: str,
 ) -> None:
-    """UnsupportedTarget for a quantised weight, which is of no float format, or is stored as
+    """QuantisedTensors for a quantised weight, which is of no float format, or is stored as
     several tensors beside the place of a parameter. `parameters`: as the checkpoint's tensors are
     called in the model."""
     modules = {name.rpartition(".")[0] for name in expected}
@@ -134,8 +143,13 @@ def refuse_quantised(
     ]
     quantised = [name for name, weight in weights.items() if weight.dtype not in probe.OF_STATES]
     if faults := [*quantised, *packed]:
-        raise UnsupportedTarget(
-            f"its tensor {faults[0]!r} is of a quantised weight, which drafters share or start"
-            " from; use a checkpoint whose own is not",
+        name = faults[0]
+        stored = f"{weights[name].dtype}" if name in weights else "packed"
+        scheme = checkpoint.quantisation() or "no format is named in its config.json"
+        raise QuantisedTensors(
+            f"its tensor {name!r} is of a quantised weight ({stored}; {scheme}). Drafters share"
+            " embedding and output head, and may start from layers; give a checkpoint of the same"
+            " model that keeps these in a float format, such as the original, or one quantised"
+            " with `lm_head` and the embedding left out",
             where=f"target {where}",
         )

@@ -71,8 +71,8 @@ class TargetHead(nn.Module):
         revision: str | None = None,
     ) -> TargetHead:
         """Loads the tensors that `TargetHead` names, from safetensors, and no decoder layer.
-        Arguments as of `FrozenTarget.from_pretrained`. Errors: CheckpointError, UnsupportedTarget,
-        also for an embedding or output head that is quantised."""
+        Arguments as of `FrozenTarget.from_pretrained`. Errors: CheckpointError, UnsupportedTarget;
+        QuantisedTensors for an embedding or output head that is quantised."""
         reader = ModelReader(
             path_or_id,
             dtype=dtype,
@@ -339,7 +339,7 @@ class ModelReader:
         parameters = self.parameters
         files = {name: file for name, file in self.files.items() if parameters[name] in expected}
         weights = self.checkpoint.read(files)
-        refuse_quantised(weights, parameters, expected, self.path_or_id)
+        refuse_quantised(weights, parameters, expected, self.checkpoint, self.path_or_id)
         return weights
 
 

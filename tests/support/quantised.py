@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.integrations.bitnet import pack_weights
@@ -40,3 +40,13 @@ def save_quantised(model: PreTrainedModel, folder: Path, scheme: str) -> None:
         "weight_block_size": [128, 128],
     }
     (folder / "config.json").write_text(json.dumps(fields))
+
+
+def quantise_head(folder: Path, *, packed: bool = False) -> None:
+    """Stores the output head of a saved model in FP8. `packed`: under another name than the
+    parameter's."""
+    path = folder / "model.safetensors"
+    state = load_file(path)
+    weight = state.pop("lm_head.weight").to(torch.float8_e4m3fn)
+    state["lm_head.weight_packed" if packed else "lm_head.weight"] = weight
+    save_file(state, path, {"format": "pt"})

@@ -10,7 +10,11 @@ from accelerate.utils import gather_object
 
 from draftsmith.inference.progress import Stages
 from draftsmith.inference.report.schema import OUR_ENGINE
-from draftsmith.speculators.errors import CheckpointError, UnsupportedTarget
+from draftsmith.speculators.errors import (
+    CheckpointError,
+    QuantisedTensors,
+    UnsupportedTarget,
+)
 from draftsmith.speculators.hub import split_revision
 from draftsmith.speculators.precision import free_memory
 from draftsmith.speculators.target.checkpoint_tensors import Checkpoint
@@ -79,6 +83,9 @@ class RunTarget:
                     **self.recipe.target.source,
                 )
         except UnsupportedTarget as error:
+            # Where servers give the states, this process may be too small for the whole.
+            if isinstance(error, QuantisedTensors) and self.recipe.features.endpoints:
+                raise
             self.stages.say(f"      the whole target is loaded and kept: {error}")
             self.stays = True
             return self.whole()

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from draftsmith.speculators.errors import CheckpointError, ConfigError, UnsupportedTarget
+from draftsmith.speculators.errors import CheckpointError, ConfigError, QuantisedTensors
 from draftsmith.speculators.families.draft_model.model import DraftModel, DraftModelOptions
 from draftsmith.speculators.families.eagle3 import Eagle3
 from draftsmith.speculators.registry import config_for_target
@@ -15,7 +15,7 @@ from draftsmith.speculators.target.frozen_target import FrozenTarget
 from draftsmith.speculators.target.target_head import TargetHead
 from tests.support.errors import raises_at
 from tests.support.models import ARCHITECTURES, MULTIMODAL, RECURRENT, make_tiny_model
-from tests.support.quantised import save_quantised
+from tests.support.quantised import quantise_head, save_quantised
 from tests.support.targets import keep_two_shards
 
 OTHERS = ["gpt2", "bloom", "qwen3_moe", "stablelm"]  # of other names, and layers that give tuples
@@ -91,11 +91,8 @@ def test_target_head_of_a_quantised_checkpoint_with_a_plain_head_equals_the_whol
 @pytest.mark.parametrize("packed", [False, True])
 def test_target_head_that_is_quantised_is_refused(tmp_path, packed):
     folder = saved(make_tiny_model("qwen3"), tmp_path)
-    state = load_file(tmp_path / "model.safetensors")
-    weight = state.pop("lm_head.weight").to(torch.float8_e4m3fn)
-    state["lm_head.weight_packed" if packed else "lm_head.weight"] = weight
-    save_file(state, tmp_path / "model.safetensors", {"format": "pt"})
-    with raises_at(UnsupportedTarget, f"target {folder}"):
+    quantise_head(tmp_path, packed=packed)
+    with raises_at(QuantisedTensors, f"target {folder}"):
         TargetHead.from_pretrained(folder)
 
 

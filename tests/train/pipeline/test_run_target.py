@@ -15,17 +15,18 @@ from accelerate import Accelerator
 from torch import nn
 
 from draftsmith.inference.progress import Stages
-from draftsmith.speculators.errors import CheckpointError
+from draftsmith.speculators.errors import CheckpointError, QuantisedTensors
 from draftsmith.speculators.registry import config_for_target, family_class
 from draftsmith.speculators.target.frozen_target import FrozenTarget
 from draftsmith.speculators.target.sharding import is_sharded
 from draftsmith.train.pipeline.export_stage import Trained, export
-from draftsmith.train.pipeline.run_target import load_target
+from draftsmith.train.pipeline.run_target import RunTarget, load_target
 from draftsmith.train.pipeline.train_stage import train
 from draftsmith.train.recipe.recipe import Recipe
 from draftsmith.train.trainer.trainer import EXPECTED, Trainer
+from tests.support.errors import raises_at
 from tests.support.models import make_tiny_model
-from tests.support.quantised import save_quantised
+from tests.support.quantised import quantise_head, save_quantised
 from tests.support.quickstart_data import source as quickstart
 from tests.support.targets import copy_tokenizer, keep_two_shards
 from tests.support.training import assert_equal, recipe_of
@@ -118,6 +119,20 @@ def test_a_training_from_disk_needs_two_shards_of_a_hundred_and_holds_no_layer(
 )
 def test_a_training_keeps_the_decoder_where_it_computes_or_decodes(tmp_path, sections, decodes):
     assert recipe_from_disk(tmp_path, **sections).trains_with_decoder == decodes
+
+
+def test_a_run_with_servers_refuses_a_quantised_head_and_does_not_load_the_whole(
+    tmp_path, monkeypatch
+):
+    model = make_tiny_model("qwen3")
+    folder = tmp_path / "target"
+    save_quantised(model, folder, "fp8")
+    quantise_head(folder)
+    monkeypatch.delattr(FrozenTarget, "from_pretrained")
+    features = {"engine": "vllm", "endpoints": ["http://a/v1"]}
+    recipe = recipe_from_disk(tmp_path, features=features)
+    with raises_at(QuantisedTensors, f"target {folder}"):
+        RunTarget(recipe, Accelerator(cpu=True), (1, 2), Stages(enabled=False))
 
 
 def loaded_in_shards(folder: Path, name: str) -> tuple[str, bool, dict[str, Any]]:
