@@ -5,8 +5,10 @@ neither a target nor a drafter: logits come in, tokens and their parents go out.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,11 +18,13 @@ from draftsmith.inference.sampling.sampler import batch_probabilities, inverse_c
 from draftsmith.inference.sampling_params import SamplingParams
 from draftsmith.inference.spec_decode.logits import active_rows, process_draft_logits
 from draftsmith.inference.spec_decode.proposal import Proposal, padded
-from draftsmith.inference.spec_decode.tree_shape import DynamicTree, StaticTree, TreeShape
+from draftsmith.inference.spec_decode.tree_shape import DynamicTree, StaticTree
 from draftsmith.inference.spec_decode.verification.tree_rules import ROOT
 from draftsmith.speculators.drafter import TreeLevel
 from draftsmith.speculators.precision import on_device, to_device
 from draftsmith.speculators.vocab.draft_vocab import scatter_to_target, to_target_ids
+
+Shape = TypeVar("Shape", StaticTree, DynamicTree)
 
 
 @dataclass
@@ -46,9 +50,10 @@ class _Level:
         return self.tokens.shape[1] // self.parents.shape[1]
 
 
-class TreeGrowth:
+class TreeGrowth(ABC, Generic[Shape]):
     """One round's trees, a `Drafter.draft_tree` callback: draft logits in, the next level out; then
-    `proposal`.
+    `proposal`. What a level drafts, which of its nodes are drafted from and which are verified is
+    said by the two classes below.
 
     Rows at temperature 0, and all if not `probabilistic`, take the likeliest children. The others
     draw theirs without replacement, and every child that is drawn is verified: how many a node gets
@@ -57,7 +62,7 @@ class TreeGrowth:
 
     def __init__(
         self,
-        tree: TreeShape,
+        tree: Shape,
         requests: Sequence[Request],
         limits: Sequence[int],
         draft_to_target: Tensor | None,
@@ -67,43 +72,57 @@ class TreeGrowth:
     ) -> None:
         """`limits`: nodes of each row at most, 0 for a row without a tree. `vocab_size`: the
         target's."""
-        self._tree, self._requests = tree, requests
-        self._shapes = [tree.cut(limit) if limit else None for limit in limits]  # of each row
+        self._tree: Shape = tree
+        self._requests = requests
+        # of each row; None: it has no tree
+        self._shapes: list[Shape | None] = [tree.cut(limit) if limit else None for limit in limits]
         self._budgets = [0 if shape is None else shape.budget for shape in self._shapes]
         self._limits = [0 if shape is None else shape.depth for shape in self._shapes]  # levels
-        self._ids, self._vocab_size = draft_to_target, vocab_size
+        self._draft_to_target = draft_to_target
+        self._vocab_size = vocab_size
         self._hot = [probabilistic and not request.params.greedy for request in requests]
         cold = SamplingParams()
         self._params = [cold if request.params.greedy else request.params for request in requests]
         self._levels: list[_Level] = []
         self._frontier: Tensor | None = None  # [b, w] places of the last level to draft from
         self._visible: Tensor | None = None  # bool [b, w, drafts drafted from so far]
-        # to the frontier, if any request changes its logits
-        self._paths: list[list[list[int]]] | None = (
-            [[[]] for _ in requests] if active_rows(requests) else None
-        )
+        # the tokens that lead to the frontier, if any request changes its logits by them
+        self._paths: list[list[list[int]]] | None = None
+        if active_rows(requests):
+            self._paths = [[[]] for _ in requests]
+
+    @abstractmethod
+    def _selected(self, q: Tensor, score: Tensor) -> Tensor:
+        """bool [b, w, m]: which children of the frontier to draft, decided by q [b, w, V_draft] and
+        the scores [b, w] of the frontier alone."""
+
+    @abstractmethod
+    def _expanded(self, level: _Level) -> Tensor:
+        """[b, w] ascending: the places of the newest level to draft from next."""
+
+    @abstractmethod
+    def _pruned(self, row: int, nodes: list[int], scores: Sequence[float]) -> list[int]:
+        """Those of the drafted `nodes` of a row that are verified, ascending. scores: of all
+        nodes."""
 
     def __call__(self, logits: Tensor) -> TreeLevel | None:
         """Draft logits [b, w, V_draft] after each of the frontier -> what to draft from next; None
         at the end."""
         if self._paths is not None:
             logits = process_draft_logits(
-                logits, self._requests, self._paths, self._ids, self._vocab_size
+                logits, self._requests, self._paths, self._draft_to_target, self._vocab_size
             )
         level = self._drafted(batch_probabilities(logits, self._params))
         self._levels.append(level)
         if len(self._levels) == max(self._limits):
             return None
-        self._frontier = frontier = self._expanded(level)
+        frontier = self._expanded(level)
         parents = frontier // level.children
-        tokens = to_target_ids(level.tokens.gather(1, frontier), self._ids)
+        tokens = to_target_ids(level.tokens.gather(1, frontier), self._draft_to_target)
+        self._frontier = frontier
         self._visible = self._seen_by(parents)
         if self._paths is not None:
-            grown = torch.stack([parents, tokens], 1).tolist()
-            self._paths = [
-                [[*before[parent], token] for parent, token in zip(*row, strict=True)]
-                for before, row in zip(self._paths, grown, strict=True)
-            ]
+            self._paths = _extended(self._paths, parents, tokens)
         return TreeLevel(tokens, parents, self._visible)
 
     def _drafted(self, q: Tensor) -> _Level:
@@ -118,13 +137,15 @@ class TreeGrowth:
         score = above.clamp(min=0)  # no child of a node that was not drafted would be verified
         selected = self._selected(q, score)
         likeliest = q.topk(min(selected.shape[2], q.shape[-1]), dim=-1)
-        tokens, real = likeliest.indices, likeliest.values > 0  # [b, w, m]
+        tokens = likeliest.indices  # [b, w, m]
+        exists = likeliest.values > 0
         if any(self._hot):
             hot = on_device(self._hot, q.device, torch.bool)[:, None, None]
-            drawn, exists = self._drawn(q, *selected.shape[1:])
-            tokens, real = torch.where(hot, drawn, tokens), torch.where(hot, exists, real)
+            drawn, was_drawn = self._drawn(q, *selected.shape[1:])
+            tokens = torch.where(hot, drawn, tokens)
+            exists = torch.where(hot, was_drawn, exists)
         score = score[..., None] * q.gather(2, tokens).clamp(max=1)
-        score = torch.where((above >= 0)[..., None] & selected & real, score, -1.0)
+        score = torch.where((above >= 0)[..., None] & selected & exists, score, -1.0)
         return _Level(q, parents, tokens.flatten(1), score.flatten(1))
 
     def _drawn(self, q: Tensor, w: int, m: int) -> tuple[Tensor, Tensor]:
@@ -137,7 +158,9 @@ class TreeGrowth:
             for request, hot, limit in zip(self._requests, self._hot, self._limits, strict=True)
         ]
         noise = on_device(numbers, q.device, torch.float64).view(-1, m)  # [b·w, m]
-        left, tokens, exists = q.flatten(0, 1).clone(), [], []
+        left = q.flatten(0, 1).clone()
+        tokens: list[Tensor] = []
+        exists: list[Tensor] = []
         for j in range(m):
             token = inverse_cdf(left, noise[:, j])
             exists.append(token < q.shape[-1])
@@ -146,101 +169,154 @@ class TreeGrowth:
         return torch.stack(tokens, 1).view(-1, w, m), torch.stack(exists, 1).view(-1, w, m)
 
     def _seen_by(self, parents: Tensor) -> Tensor:
-        """[b, w] places in the frontier before -> bool [b, w, n + w], what each of the new frontier
-        sees."""
+        """[b, w] places in the frontier before -> bool [b, w, n + w], what each node of the new
+        frontier sees."""
         b, w = parents.shape
-        own = torch.eye(w, dtype=torch.bool, device=parents.device).expand(b, -1, -1)
+        themselves = torch.eye(w, dtype=torch.bool, device=parents.device).expand(b, -1, -1)
         if self._visible is None:
-            return own
+            return themselves
         index = parents.unsqueeze(-1).expand(-1, -1, self._visible.shape[-1])
-        return torch.cat([self._visible.gather(1, index), own], dim=2)
+        return torch.cat([self._visible.gather(1, index), themselves], dim=2)
+
+    # ------------------------------------------------------------------ what has grown
+
+    def proposal(self) -> Proposal:
+        """The trees as grown: parents first, siblings as they were drafted."""
+        depths, sources = self._depths_and_sources()
+        tokens: list[list[int]] = []
+        parents: list[list[int]] = []
+        sources_of_rows: list[list[int]] = []
+        for row, nodes in enumerate(self._nodes().tolist()):  # one copy from the device
+            scores = [score for _, _, score in nodes]
+            limit = self._limits[row]
+            drafted = [n for n, score in enumerate(scores) if score >= 0 and depths[n] < limit]
+            verified = self._pruned(row, drafted, scores)
+            place_of = {ROOT: ROOT} | {n: place for place, n in enumerate(verified)}
+            parents.append([place_of[int(nodes[n][0])] for n in verified])
+            tokens.append([int(nodes[n][1]) for n in verified])
+            sources_of_rows.append([sources[n] for n in verified])
+        counts = [len(row) for row in tokens]
+        device = self._levels[0].q.device
+        token_ids = on_device(padded(tokens), device).view(len(tokens), max(counts))
+        q = None
+        if any(self._hot):
+            index = on_device(padded(sources_of_rows), device).view(token_ids.shape)
+            q = scatter_to_target(self._q_at(index), self._draft_to_target, self._vocab_size)
+        return Proposal(to_target_ids(token_ids, self._draft_to_target), counts, q, parents)
+
+    def _nodes(self) -> Tensor:
+        """[b, nodes of all levels, 3]: parent (a node, or ROOT), token and score of each, in
+        float64, which holds every value exactly."""
+        before = ROOT  # the first node of the level above; above the first level there is the root
+        nodes = 0
+        parts = []
+        for level in self._levels:
+            parents = before + level.parents.repeat_interleave(level.children, dim=1)
+            parts.append(torch.stack([parents, level.tokens, level.score], dim=2).double())
+            before = nodes
+            nodes += level.tokens.shape[1]
+        return torch.cat(parts, dim=1)
+
+    def _depths_and_sources(self) -> tuple[list[int], list[int]]:
+        """Of every node its level, and which of the distributions of all levels it is from."""
+        depths: list[int] = []
+        sources: list[int] = []
+        distributions = 0  # of the levels above
+        for depth, level in enumerate(self._levels):
+            width = level.tokens.shape[1]
+            depths += [depth] * width
+            sources += [distributions + i // level.children for i in range(width)]
+            distributions += level.q.shape[1]
+        return depths, sources
+
+    def _q_at(self, sources: Tensor) -> Tensor:
+        """[b, K] -> [b, K, V_draft], the distributions of these places."""
+        q = torch.cat([level.q for level in self._levels], dim=1)  # [b, all w, V_draft]
+        return q.gather(1, sources.unsqueeze(-1).expand(-1, -1, q.shape[-1]))
+
+
+class StaticGrowth(TreeGrowth[StaticTree]):
+    """Drafts and verifies the places of its tree that a row's budget holds."""
 
     def _selected(self, q: Tensor, score: Tensor) -> Tensor:
-        """bool [b, w, m]: which children of the frontier to draft, decided by q [b, w, V_draft] and
-        the scores [b, w] of the frontier alone. A static tree drafts the places that a row's budget
-        holds; a dynamic tree drafts all, and for a sampled row a number that is dealt out to levels
-        beforehand."""
-        (b, w, V), tree, depth = q.shape, self._tree, len(self._levels)
-        if isinstance(tree, StaticTree):
-            budgets = on_device(self._budgets, q.device)[:, None, None]
-            return to_device(self._static_places(tree, w), q.device) < budgets
-        m = min(tree.topk, V)
-        selected = torch.ones(b, w, m, dtype=torch.bool, device=q.device)
-        if not any(self._hot):
-            return selected
-        # the j-th child matters if the path to it holds and the j children before it were refused
-        sure = q.amax(-1)  # [b, w]
-        refused = (1 - sure).unsqueeze(-1) ** torch.arange(m, device=q.device)
-        chances = (score * sure).unsqueeze(-1) * refused
-        chances[:, :, 0] = score
-        draws = [
-            shape.draws(depth) if isinstance(shape, DynamicTree) and depth < shape.depth else 0
-            for shape in self._shapes
-        ]
-        best = chances.flatten(1).topk(min(max(draws), w * m), dim=1).indices  # [b, most]
-        dealt = on_device(draws, q.device)[:, None]  # [b, 1]
-        drawn = torch.zeros(b, w * m, dtype=torch.bool, device=q.device)
-        drawn.scatter_(1, best, torch.arange(best.shape[1], device=q.device) < dealt)
-        hot = on_device(self._hot, q.device, torch.bool)[:, None, None]
-        return torch.where(hot, drawn.unflatten(1, (w, m)), selected)
+        budgets = on_device(self._budgets, q.device)[:, None, None]
+        return to_device(self._places(q.shape[1]), q.device) < budgets
 
-    def _static_places(self, tree: StaticTree, w: int) -> Tensor:
+    def _places(self, w: int) -> Tensor:
         """[w, m]: which place of the tree each child of the w nodes of this level is; `budget`,
         beyond the last, where the tree has none."""
         depth = len(self._levels)
-        level = tree.levels[depth]
-        places = torch.full((w, 1 + max(rank for _, rank in level)), tree.budget)
-        first = sum(len(above) for above in tree.levels[:depth])
+        level = self._tree.levels[depth]
+        places = torch.full((w, 1 + max(rank for _, rank in level)), self._tree.budget)
+        first = sum(len(above) for above in self._tree.levels[:depth])
         for place, (parent, rank) in enumerate(level, first):
             places[parent, rank] = place
         return places
 
     def _expanded(self, level: _Level) -> Tensor:
-        """[b, w] ascending: the places of the level to draft from next; of a dynamic tree the
-        `topk` likeliest."""
-        tree, depth = self._tree, len(self._levels) - 1
-        if isinstance(tree, StaticTree):
-            places = [parent * level.children + rank for parent, rank in tree.levels[depth]]
-            frontier = [places[i] for i in tree.frontiers[depth]]
-            return on_device(frontier, level.tokens.device).expand(len(level.tokens), -1)
-        wide = min(tree.topk, level.tokens.shape[1])
-        return level.score.topk(wide, dim=1).indices.sort(1).values
+        depth = len(self._levels) - 1
+        places = [parent * level.children + rank for parent, rank in self._tree.levels[depth]]
+        frontier = [places[i] for i in self._tree.frontiers[depth]]
+        return on_device(frontier, level.tokens.device).expand(len(level.tokens), -1)
 
-    def proposal(self) -> Proposal:
-        """The trees as grown: parents first, siblings as they were drafted; of a dynamic tree's
-        greedy row the likeliest nodes that its budget holds."""
-        device = self._levels[0].q.device
-        depths: list[int] = []
-        sources: list[int] = []  # which of all levels' distributions a draft is from
-        before, parts = ROOT, []
-        for depth, level in enumerate(self._levels):
-            parents = before + level.parents.repeat_interleave(level.children, dim=1)
-            # float64 holds every value exactly
-            parts.append(torch.stack([parents, level.tokens, level.score], dim=2).double())
-            before, first = len(depths), sources[-1] + 1 if sources else 0
-            depths += [depth] * level.tokens.shape[1]
-            sources += [first + i // level.children for i in range(level.tokens.shape[1])]
-        rows: list[list[int]] = []
-        parents_of_rows, tokens_of_rows = [], []
-        grown = torch.cat(parts, dim=1).tolist()  # one copy from the device
-        for nodes, limit, budget, hot in zip(
-            grown, self._limits, self._budgets, self._hot, strict=True
-        ):
-            row = [n for n, (*_, score) in enumerate(nodes) if score >= 0 and depths[n] < limit]
-            if isinstance(self._tree, DynamicTree) and not hot:
-                # a child is never likelier than its parent, which comes first: none is left out
-                likeliest = sorted(row, key=lambda n: -nodes[n][2])
-                row = sorted(likeliest[:budget])
-            place_of = {ROOT: ROOT} | {n: place for place, n in enumerate(row)}
-            rows.append([sources[n] for n in row])
-            parents_of_rows.append([place_of[int(nodes[n][0])] for n in row])
-            tokens_of_rows.append([int(nodes[n][1]) for n in row])
-        counts = list(map(len, rows))
-        tokens = on_device(padded(tokens_of_rows), device).view(len(rows), max(counts))
-        q = None
-        if any(self._hot):
-            every = torch.cat([level.q for level in self._levels], dim=1)  # [b, all w, V_draft]
-            index = on_device(padded(rows), device).view(tokens.shape).unsqueeze(-1)
-            q = every.gather(1, index.expand(-1, -1, every.shape[-1]))
-            q = scatter_to_target(q, self._ids, self._vocab_size)
-        return Proposal(to_target_ids(tokens, self._ids), counts, q, parents_of_rows)
+    def _pruned(self, row: int, nodes: list[int], scores: Sequence[float]) -> list[int]:
+        return nodes
+
+
+class DynamicGrowth(TreeGrowth[DynamicTree]):
+    """Drafts from the `topk` likeliest nodes of a level. A greedy row drafts all their children,
+    and of all levels its budget's likeliest are verified; a sampled row draws a number that is
+    dealt out to levels beforehand, and all of them are verified."""
+
+    def _selected(self, q: Tensor, score: Tensor) -> Tensor:
+        b, w, V = q.shape
+        m = min(self._tree.topk, V)
+        likeliest = torch.ones(b, w, m, dtype=torch.bool, device=q.device)
+        if not any(self._hot):
+            return likeliest
+        hot = on_device(self._hot, q.device, torch.bool)[:, None, None]
+        return torch.where(hot, self._dealt(q, score, m), likeliest)
+
+    def _dealt(self, q: Tensor, score: Tensor, m: int) -> Tensor:
+        """bool [b, w, m]: the children that a sampled row draws, those that most likely matter: the
+        j-th does if the path to it holds and the j children before it were refused."""
+        w = q.shape[1]
+        sure = q.amax(-1)  # [b, w]
+        refused = (1 - sure).unsqueeze(-1) ** torch.arange(m, device=q.device)
+        chances = (score * sure).unsqueeze(-1) * refused
+        chances[:, :, 0] = score
+        depth = len(self._levels)
+        draws = [
+            0 if shape is None or depth >= shape.depth else shape.draws(depth)
+            for shape in self._shapes
+        ]
+        best = chances.flatten(1).topk(min(max(draws), w * m), dim=1).indices  # [b, most]
+        dealt = on_device(draws, q.device)[:, None]  # [b, 1]
+        drawn = torch.zeros(len(q), w * m, dtype=torch.bool, device=q.device)
+        drawn.scatter_(1, best, torch.arange(best.shape[1], device=q.device) < dealt)
+        return drawn.unflatten(1, (w, m))
+
+    def _expanded(self, level: _Level) -> Tensor:
+        width = min(self._tree.topk, level.tokens.shape[1])
+        return level.score.topk(width, dim=1).indices.sort(1).values
+
+    def _pruned(self, row: int, nodes: list[int], scores: Sequence[float]) -> list[int]:
+        if self._hot[row]:
+            return nodes
+        # a child is never likelier than its parent, which comes first: none is left out
+        likeliest = sorted(nodes, key=lambda n: -scores[n])
+        return sorted(likeliest[: self._budgets[row]])
+
+
+def _extended(
+    paths: list[list[list[int]]], parents: Tensor, tokens: Tensor
+) -> list[list[list[int]]]:
+    """The paths to a new frontier: of its parents [b, w], each with its token [b, w] behind it."""
+    rows = zip(paths, torch.stack([parents, tokens], 1).tolist(), strict=True)
+    return [
+        [[*before[parent], token] for parent, token in zip(*frontier, strict=True)]
+        for before, frontier in rows
+    ]
+
+
+GROWTHS: dict[type, type[TreeGrowth]] = {StaticTree: StaticGrowth, DynamicTree: DynamicGrowth}

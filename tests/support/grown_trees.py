@@ -18,7 +18,7 @@ from draftsmith.inference.requests.request import Request
 from draftsmith.inference.sampling_params import SamplingParams
 from draftsmith.inference.spec_decode import tree_drafting
 from draftsmith.inference.spec_decode.proposal import Proposal, padded
-from draftsmith.inference.spec_decode.tree_drafting import TreeGrowth
+from draftsmith.inference.spec_decode.tree_drafting import DynamicGrowth
 from draftsmith.inference.spec_decode.tree_shape import DynamicTree
 from tests.support.enumeration import VOCAB, Table, chance, compare, of_traversal, prefixes
 
@@ -54,7 +54,7 @@ def grown(shape: DynamicTree, q: Table) -> dict[Tree, float]:
     levels = [list(itertools.product(children, repeat=w)) for w in nodes]
     scripts = [Script(script) for script in itertools.product(*levels)]
     requests = [_request(script) for script in scripts]
-    growth = TreeGrowth(shape, requests, [shape.budget] * len(scripts), None, VOCAB)
+    growth = DynamicGrowth(shape, requests, [shape.budget] * len(scripts), None, VOCAB)
     paths: list[list[tuple]] = [[()] for _ in scripts]
     with patch.object(tree_drafting, "uniforms", Script.uniforms):
         while True:

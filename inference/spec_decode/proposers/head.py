@@ -28,7 +28,7 @@ from draftsmith.inference.sampling.sampler import (
 from draftsmith.inference.spec_decode.logits import active_rows, process_chain_logits
 from draftsmith.inference.spec_decode.proposal import Proposal, padded
 from draftsmith.inference.spec_decode.proposers.base import GoOn, Proposer
-from draftsmith.inference.spec_decode.tree_drafting import TreeGrowth
+from draftsmith.inference.spec_decode.tree_drafting import GROWTHS
 from draftsmith.inference.spec_decode.tree_shape import TreeShape
 from draftsmith.speculators.drafter import DraftInput
 from draftsmith.speculators.precision import on_device
@@ -246,7 +246,7 @@ class HeadProposer(Proposer):
         """Trees of at most counts[b] nodes."""
         assert self._tree is not None
         vocabularies = self._draft_to_target, self._vocab_size
-        growth = TreeGrowth(
+        growth = GROWTHS[type(self._tree)](
             self._tree, requests, counts, *vocabularies, probabilistic=probabilistic
         )
         self._drafter.draft_tree(self._take_waiting(requests), self._depth, growth)

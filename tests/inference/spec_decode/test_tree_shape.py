@@ -11,7 +11,7 @@ from draftsmith.inference.entrypoints.speculative_config import parse_speculativ
 from draftsmith.inference.requests.request import Request
 from draftsmith.inference.sampling.sampler import make_generator
 from draftsmith.inference.sampling_params import SamplingParams
-from draftsmith.inference.spec_decode.tree_drafting import TreeGrowth
+from draftsmith.inference.spec_decode.tree_drafting import GROWTHS, DynamicGrowth
 from draftsmith.inference.spec_decode.tree_shape import DynamicTree, StaticTree, TreeShape
 from draftsmith.speculators.errors import ConfigError
 from tests.support.errors import raises_at
@@ -54,7 +54,7 @@ def test_a_sampled_tree_spends_its_whole_budget_on_what_is_verified(shape):
         )
         for b in range(20)
     ]
-    growth = TreeGrowth(shape, requests, [shape.budget] * len(requests), None, 60)
+    growth = DynamicGrowth(shape, requests, [shape.budget] * len(requests), None, 60)
     generator, width = torch.Generator().manual_seed(0), 1
     while (
         level := growth(2 * torch.randn(len(requests), width, 60, generator=generator))
@@ -67,7 +67,7 @@ def test_a_greedy_tree_is_the_likeliest_nodes():
     """Every node has the same children; compared with sorting all of a tree of three levels."""
     chances, budget = torch.tensor([0.5, 0.3, 0.15, 0.05]), 9
     request = Request("0", 0, [1], SamplingParams(temperature=0), generator=None, max_model_len=64)
-    growth, width = TreeGrowth(DynamicTree(4, 3, budget), [request], [99], None, 4), 1
+    growth, width = DynamicGrowth(DynamicTree(4, 3, budget), [request], [99], None, 4), 1
     while (level := growth(chances.log().expand(1, width, -1))) is not None:
         width = level.token_ids.shape[1]
     proposal, every = growth.proposal(), []
@@ -82,7 +82,7 @@ def test_a_greedy_tree_is_the_likeliest_nodes():
 
 def grown(shape: TreeShape, requests: list[Request], limits: list[int]) -> list[list]:
     """Tokens and parents of each row's tree, drafted from logits that its request alone decides."""
-    growth = TreeGrowth(shape, requests, limits, None, 60)
+    growth = GROWTHS[type(shape)](shape, requests, limits, None, 60)
     width, depth, level = 1, 0, None
     while depth == 0 or level is not None:
         logits = []
