@@ -26,7 +26,8 @@ class Advance(Protocol):
     """How far a stage is: units done, what is under way in a few words, and the total where it is
     not the one that the stage began with. Shares of a whole have a total of 1."""
 
-    def __call__(self, done: float, note: str = "", total: float | None = None) -> None: ...
+    def __call__(self, done: float, note: str = "", total: float | None = None) -> None:
+        """`done` units of the stage are done, and `note` is under way."""
 
 
 def unwatched(done: float, note: str = "", total: float | None = None) -> None:

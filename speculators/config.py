@@ -10,6 +10,7 @@ from typing import Any, Protocol, Self
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+from typing_extensions import override
 
 from draftsmith.speculators.errors import ConfigError
 
@@ -33,15 +34,29 @@ class TargetShape(Protocol):
     """The target's sizes, from which a drafter's config is derived."""
 
     @property
-    def name_or_path(self) -> str: ...
+    def name_or_path(self) -> str:
+        """Its folder, or its repository id."""
+        ...
+
     @property
-    def config(self) -> Any: ...  # the text model's transformers config
+    def config(self) -> Any:
+        """The transformers config of its text model."""
+        ...
+
     @property
-    def vocab_size(self) -> int: ...
+    def vocab_size(self) -> int:
+        """V, the rows of its output head."""
+        ...
+
     @property
-    def hidden_size(self) -> int: ...
+    def hidden_size(self) -> int:
+        """H, of its residual stream."""
+        ...
+
     @property
-    def num_layers(self) -> int: ...
+    def num_layers(self) -> int:
+        """Its decoder layers."""
+        ...
 
 
 class DrafterConfig(BaseModel):
@@ -74,6 +89,7 @@ class DrafterConfig(BaseModel):
 
     @property
     def reduced_vocabulary(self) -> bool:
+        """True if the head can propose a part of the target's vocabulary only."""
         return self.draft_vocab_size < self.vocab_size
 
     @property
@@ -153,6 +169,7 @@ class DecoderConfig(DrafterConfig):
             )
         return self
 
+    @override
     @classmethod
     def for_target(cls, target: TargetShape, family: str) -> dict[str, Any]:
         c = target.config
@@ -168,6 +185,7 @@ class DecoderConfig(DrafterConfig):
         )
         return fields if heads is None else cls.completed(fields)
 
+    @override
     @classmethod
     def completed(cls, fields: dict[str, Any]) -> dict[str, Any]:
         if (heads := fields["num_attention_heads"]) is None:
@@ -184,6 +202,7 @@ class DecoderConfig(DrafterConfig):
             rope_parameters=with_factors_for(fields["rope_parameters"], head_dim),
         )
 
+    @override
     def describe(self) -> str:
         heads = f"{self.num_attention_heads} heads of {self.head_dim}"
         window = f", window {self.sliding_window}" if self.sliding_window else ""

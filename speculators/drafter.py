@@ -16,6 +16,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from draftsmith.speculators.config import DrafterConfig
 from draftsmith.speculators.errors import ConfigError
@@ -209,10 +210,12 @@ class Drafter(nn.Module):
 
     @property
     def attached(self) -> bool:
+        """True once `attach` has given it a target."""
         return bool(self._target)
 
     @property
     def target(self) -> TargetHead:
+        """What it is attached to. ConfigError before `attach`."""
         if not self._target:
             raise ConfigError("this drafter has no target; call drafter.attach(target) first")
         return self._target[0]
@@ -231,6 +234,7 @@ class Drafter(nn.Module):
         self.traits = replace(self.traits, recomputes=enabled)
 
     def trainable_parameters(self) -> list[nn.Parameter]:
+        """Those that an optimizer changes, in the order of the modules."""
         return [p for p in self.parameters() if p.requires_grad]
 
     @property
@@ -314,6 +318,7 @@ class Drafter(nn.Module):
         """A frozen copy in `dtype`, which drafts as an export of these weights would."""
         return self.deep_copy().to(dtype).freeze()
 
+    @override
     def train(self, mode: bool = True) -> Drafter:
         if mode:
             self.thaw()

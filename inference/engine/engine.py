@@ -78,6 +78,7 @@ class Engine:
 
     @property
     def has_unfinished(self) -> bool:
+        """True while a request waits or runs."""
         return self.scheduler.has_unfinished
 
     def set_speculation(self, on: bool) -> None:
@@ -93,6 +94,7 @@ class Engine:
         self.drafting = drafting
 
     def reset_metrics(self) -> None:
+        """The counters of drafting begin anew, at zero."""
         self.counters = SpecDecodeCounters()
 
     def add(self, request: Request) -> None:

@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from draftsmith.inference.entrypoints.llm import LLM
 from draftsmith.inference.entrypoints.loading import (
@@ -212,20 +213,25 @@ class RuntimeEngine(MeasuredEngine):
         """The one that served."""
         return self.llm.engine.runner
 
+    @override
     @property
     def tokenizer(self) -> Any:
         return self.llm.get_tokenizer()
 
+    @override
     def facts(self) -> EngineFacts:
         sampled = "probabilistic" if self.drafting.drafter is not None else None
         return EngineFacts(name=OUR_ENGINE, version=package_version(), draft_sample_method=sampled)
 
+    @override
     def prepare(self, prompts: Prompts, max_tokens: int) -> None:
         self.llm.warm_up()  # nothing is compiled while it is timed
 
+    @override
     def in_float32(self, rows: int) -> RuntimeEngine:
         return RuntimeEngine(self.drafting.in_float32(rows))
 
+    @override
     def close(self) -> None:
         del self.llm
         super().close()

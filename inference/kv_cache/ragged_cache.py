@@ -17,6 +17,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
+from typing_extensions import override
 
 from draftsmith.speculators.errors import ConfigError
 from draftsmith.speculators.precision import on_device
@@ -246,9 +247,11 @@ class CacheView(Cache):
         self.past = past
         self.capacity = capacity
 
+    @override
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.past
 
+    @override
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         return self.past + query_length, 0
 

@@ -47,6 +47,7 @@ class StaticRows(CacheView):
         return self._mask
 
     def view(self, *_: int) -> StaticRows:
+        """Itself: its rows and slots are those of every call."""
         return self
 
     def update(

@@ -175,7 +175,11 @@ def _obstacle(runner: FrozenTarget) -> str | None:
     for name, module in runner.decoder.named_modules():
         if alteration := _alteration(module):
             return f"{name or 'the decoder'} {alteration}"
-    # weights that cannot be moved: sharded, quantised, adapted, or on several devices
+    return _obstacle_of_weights(runner)
+
+
+def _obstacle_of_weights(runner: FrozenTarget) -> str | None:
+    """Weights that cannot be moved: sharded, quantised, adapted, or on several devices."""
     for i, layer in enumerate(runner.layers):
         for part in _projections(layer):
             if type(part) is not nn.Linear:

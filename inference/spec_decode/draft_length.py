@@ -24,6 +24,8 @@ from collections.abc import Sequence
 from itertools import accumulate
 from math import inf
 
+from typing_extensions import override
+
 from draftsmith.inference.requests.request import Request
 from draftsmith.inference.spec_decode.costs import Forward, GivenCosts, RoundCosts
 from draftsmith.inference.spec_decode.proposal import Proposal
@@ -202,6 +204,7 @@ class AdaptiveDraftLength(DraftLength):
         self._plan: RoundPlan | None = None  # of the round; None: nothing may be drafted
         self._stops_early = False  # what `attach` was told of the proposer
 
+    @override
     def attach(self, proposer: Proposer, forward: Forward) -> None:
         self._costs.attach(proposer, forward)
         proposer.go_on = self._continues
@@ -211,6 +214,7 @@ class AdaptiveDraftLength(DraftLength):
         assert self._plan is not None  # `limits` has planned the round
         return self._plan.decide_next(confidence, drafted=False)
 
+    @override
     def limits(self, rows: Sequence[Request]) -> list[int]:
         room = super().limits(rows)
         most = max(room)
@@ -228,6 +232,7 @@ class AdaptiveDraftLength(DraftLength):
             most = depth
         return [min(limit, most) for limit in room]
 
+    @override
     def settle(self, proposal: Proposal) -> Proposal:
         plan = self._plan
         if plan is None or plan.confidences or not proposal.width:
@@ -241,6 +246,7 @@ class AdaptiveDraftLength(DraftLength):
                     break
         return proposal.shortened(plan.committed_length)
 
+    @override
     def learn(self, verified: Sequence[int], accepted: Sequence[int]) -> None:
         plan, width = self._plan, max(verified)
         if plan is None:
@@ -253,9 +259,11 @@ class AdaptiveDraftLength(DraftLength):
         if not (plan.forced_length and paid):  # a probe that paid is followed by another
             self._idle = 0
 
+    @override
     def sizes_to_measure(self, most_rows: int) -> list[int]:
         return self._costs.sizes(most_rows)
 
+    @override
     def forget(self) -> None:
         self._acceptance = Acceptance(self.num_speculative_tokens)
         self._idle = inf

@@ -94,6 +94,7 @@ class Proposal:
 
     @property
     def num_rows(self) -> int:
+        """B, the rows of the batch, those without a draft included."""
         return self.token_ids.shape[0]
 
     @property

@@ -34,10 +34,12 @@ class ReplayResult:
 
     @property
     def accepted(self) -> float:
+        """Drafts that were accepted, in all rounds."""
         return sum(self.accepted_per_position)
 
     @property
     def expected_acceptance_length(self) -> float:
+        """Tokens that a round writes, its own one included."""
         return acceptance_length(self.accepted, self.rounds)
 
     def __add__(self, other: ReplayResult) -> ReplayResult:

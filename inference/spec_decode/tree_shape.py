@@ -46,6 +46,7 @@ class StaticTree:
 
     @property
     def depth(self) -> int:
+        """Levels below the root."""
         return len(self.choices[-1])
 
     @property

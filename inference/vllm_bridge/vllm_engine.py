@@ -19,6 +19,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from typing_extensions import override
+
 from draftsmith.inference.entrypoints.loading import (
     default_device,
     end_of_sequence_ids,
@@ -77,6 +79,7 @@ class VllmOptions:
     drafting: Mapping[str, Any] = field(default_factory=dict)
 
     def __call__(self, drafting: Drafting) -> VllmEngine:
+        """The engine of one way of drafting. Nothing is loaded yet."""
         return VllmEngine(drafting, self)
 
 
@@ -148,6 +151,7 @@ class VllmEngine(MeasuredEngine):
         self.end = ending_token_ids(drafting, self.tokenizer)
         self.workers: dict[bool, Worker] = {}  # by whether they draft
 
+    @override
     def prepare(self, prompts: Prompts, max_tokens: int) -> None:
         # vLLM drafts for no row of a batch once one row comes within K tokens of the limit.
         room = max(map(len, prompts)) + max_tokens + 2 * (self.drafting.num_speculative_tokens + 1)
@@ -183,11 +187,13 @@ class VllmEngine(MeasuredEngine):
         )
         return str(dtype).removeprefix("torch.")
 
+    @override
     def facts(self) -> EngineFacts:
         default = None if self.drafting.drafter is None else "greedy"
         method = self.config.get("draft_sample_method", default)
         return EngineFacts(name=VLLM, draft_sample_method=method, **self._facts)
 
+    @override
     def in_float32(self, rows: int) -> VllmEngine | None:
         if self._dtype == "float32":
             return None
@@ -211,6 +217,7 @@ class VllmEngine(MeasuredEngine):
             outputs.append(response_of(prompt, tokens, answer["finish_reason"], metrics))
         return outputs
 
+    @override
     def stop(self) -> None:
         while self.workers:
             self.workers.popitem()[1].stop()

@@ -108,6 +108,7 @@ def write(
 
 
 def main() -> None:
+    """Answers requests, a line of JSON each on standard input, with lines on standard output."""
     from itertools import count
 
     answers = os.fdopen(os.dup(1), "w")

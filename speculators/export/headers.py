@@ -22,6 +22,7 @@ class Header(NamedTuple):
 
     @property
     def is_floating_point(self) -> bool:
+        """True of all floating-point dtypes, those of eight bits included."""
         return self.dtype.startswith(("float", "bfloat", "F"))
 
 

@@ -42,10 +42,12 @@ class Inspection:
 
     @property
     def family(self) -> str | None:
+        """Of the drafter; None if no layout knows the folder."""
         return self.layout.family if self.layout else None
 
     @property
     def sound(self) -> bool:
+        """True without a fault; warnings do not count."""
         return all(fault.warning for fault in self.faults)
 
     @property
@@ -60,10 +62,12 @@ class Inspection:
         return (self.own.get("target") or {}).get("name_or_path") or verifier.get("name_or_path")
 
     def add(self, where: str, text: str, engines: str = "", *, warning: bool = False) -> None:
+        """A fault more; `engines`: what they make of it."""
         self.faults.append(Fault(where, text, engines, warning))
 
     @property
     def dtypes(self) -> list[str]:
+        """Of the tensors by name, without those of the vocabularies' tables."""
         return sorted(
             {header.dtype for name, header in self.headers.items() if name not in ("d2t", "t2d")}
         )

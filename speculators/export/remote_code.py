@@ -38,6 +38,8 @@ class DraftsmithMtpConfig(DraftsmithConfig):
 
 
 class Attention(nn.Module):
+    """Slots attend to the context and to themselves, under a mask."""
+
     def __init__(self, config: Any, index: int) -> None:
         super().__init__()
         width, self.head_dim, self.index = config.hidden_size, config.head_dim, index
@@ -74,6 +76,8 @@ class Attention(nn.Module):
 
 
 class Layer(nn.Module):
+    """A decoder layer around `Attention`."""
+
     def __init__(self, config: Any, index: int) -> None:
         super().__init__()
         self.input_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
@@ -82,11 +86,14 @@ class Layer(nn.Module):
         self.mlp = Qwen3MLP(config)
 
     def forward(self, state: Tensor, context: Tensor, *attended: Any) -> Tensor:
+        """state [B, Q, H] of the slots and context [B, T, H] -> [B, Q, H]."""
         state = state + self.self_attn(self.input_layernorm(state), context, *attended)
         return state + self.mlp(self.post_attention_layernorm(state))
 
 
 class DraftsmithHead(PreTrainedModel):
+    """What the exported heads have in common: their config, and which keys a query sees."""
+
     config_class = DraftsmithConfig
     _supports_sdpa = True
 

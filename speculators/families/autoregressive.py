@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from draftsmith.speculators.drafter import (
     Drafter,
@@ -81,6 +82,7 @@ class ChainDrafter(Drafter):
         """Per depth, the terms of an unroll, bool [B, T]."""
         return [valid_terms(batch, depth + 2) for depth in range(steps)]
 
+    @override
     def count_terms(self, batch: Any, steps: int) -> Tensor:
         return torch.stack([valid.sum() for valid in self.terms(batch, steps)])
 
@@ -243,14 +245,17 @@ class DecoderChain(ChainDrafter):
 
     layers: nn.ModuleList
 
+    @override
     @property
     def attention_layers(self) -> int:
         return len(self.layers)
 
+    @override
     @property
     def window(self) -> int | None:
         return self.config.sliding_window
 
+    @override
     @property
     def max_depth(self) -> int | None:
         return self.window

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
+from typing_extensions import override
 
 from draftsmith.speculators.config import DecoderConfig, TargetShape
 from draftsmith.speculators.drafter import (
@@ -84,6 +85,7 @@ class DFlashConfig(DecoderConfig):
             raise ValueError("attention_bias: the layers of block families have no biases here")
         return self
 
+    @override
     @classmethod
     def for_target(cls, target: TargetShape, family: str) -> dict[str, Any]:
         return super().for_target(target, family) | {"num_layers": 5}
@@ -93,10 +95,12 @@ class DFlashConfig(DecoderConfig):
         """The slot of a block that predicts the first draft."""
         return 0 if self.sample_from_anchor else 1
 
+    @override
     @property
     def max_drafts(self) -> int:
         return self.block_size - self.first_slot
 
+    @override
     def describe(self) -> str:
         kind = "causal" if self.is_causal else "bidirectional"
         block = f"{kind} blocks of {self.block_size}, drafting {self.max_drafts}"
@@ -136,12 +140,14 @@ class DFlashOptions(DecoderOptions, TapOptions):
         "taps", description="start as the mean of the taps, or fitted to some training rows"
     )
 
+    @override
     @classmethod
     def all_depths(cls, given: dict[str, Any]) -> Any:
         fields = {name: field.default for name, field in cls.model_fields.items()} | given
         size, anchored = fields["block_size"], fields.get("sample_from_anchor", False)
         return max(size - (not anchored), 1) if isinstance(size, int) else None
 
+    @override
     def shape(self, fields: dict[str, Any], target: Any = None) -> dict[str, Any]:
         shape = super().shape(fields, target)
         if target is not None:
@@ -172,6 +178,7 @@ class BlockBatch:
 
     @property
     def slots_per_block(self) -> int:
+        """S, the anchor's slot included."""
         return self.blocks.places.shape[-1]
 
 
@@ -206,18 +213,22 @@ class DFlash(Drafter):
         self.max_anchors = ANCHORS
 
     def make_layer(self, config: DFlashConfig) -> DecoderLayer:
+        """A layer of the backbone, for families that change it."""
         return DecoderLayer(config)
 
+    @override
     @property
     def draft_to_target(self) -> Tensor | None:
         return self.target_ids if self.config.reduced_vocabulary else None
 
     # ---------------------------------------------------- starting weights, and how it is trained
 
+    @override
     def prepare_training(self, options: DFlashOptions) -> DFlash:
         self.max_anchors = options.anchors_per_row
         return self
 
+    @override
     def start_terms(self, options: DFlashOptions) -> int:
         return terms_for(self.config.hidden_size) if options.init == "least_squares" else 0
 
@@ -269,6 +280,7 @@ class DFlash(Drafter):
             return self.lm_head(state)
         return self.target.logits(state.to(self.target.dtype))
 
+    @override
     def head_parameters(self) -> list[nn.Parameter]:
         head = self.lm_head.parameters() if self.config.reduced_vocabulary else ()
         return [p for p in head if p.requires_grad]
@@ -334,6 +346,7 @@ class DFlash(Drafter):
         terms = closed.gather(2, slots.expand(steps, -1, -1)) & kept
         return slots, terms, kept
 
+    @override
     def count_terms(self, batch: Any, steps: int) -> Tensor:
         return self._terms(batch, steps)[1].sum((1, 2))
 
@@ -464,5 +477,6 @@ class DFlash(Drafter):
             seen &= in_window(places, keys, self.config.sliding_window)
         return seen[:, None]
 
+    @override
     def cache_length(self, slots: int) -> int:
         return slots + self.config.block_size

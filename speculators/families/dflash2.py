@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, Self
 import torch
 from pydantic import BaseModel, Field, model_validator
 from torch import Tensor, nn
+from typing_extensions import override
 
 from draftsmith.speculators.drafter import TrainedHead
 from draftsmith.speculators.families.dflash import DFlash, DFlashConfig, DFlashOptions
@@ -50,6 +51,7 @@ class DFlash2Config(DFlash2Shape, DFlashConfig):
             raise ValueError("draft_vocab_size: the selector's codebooks are over all tokens")
         return self
 
+    @override
     def describe(self) -> str:
         selector = f"selector of rank {self.selector_rank} over the top {self.selector_top_k}"
         return f"{super().describe()}; {selector}"
@@ -156,9 +158,11 @@ class DFlash2(DFlash):
         self.candidate_selector = Selector(config)
         self.selector_loss: dict[str, Any] = {"cross_entropy": 1.0}
 
+    @override
     def make_layer(self, config: DFlash2Config) -> ConvLayer:
         return ConvLayer(config)
 
+    @override
     def prepare_training(self, options: DFlash2Options) -> DFlash2:
         self.selector_loss = dict(options.selector_loss)
         return super().prepare_training(options)
@@ -174,11 +178,13 @@ class DFlash2(DFlash):
                 nn.init.zeros_(conv.kernel_projection.weight)
         self.candidate_selector.start()
 
+    @override
     def run_layer(
         self, layer: ConvLayer, state: Tensor, rotary: Rotary, attend: Attend, slots: int
     ) -> Tensor:
         return layer(state, rotary, attend, slots)
 
+    @override
     def read(self, state: Tensor, token_ids: Tensor) -> Tensor:
         selector = self.candidate_selector
         before = nn.functional.embedding(token_ids, selector.predecessor_codebook)
@@ -200,6 +206,7 @@ class DFlash2(DFlash):
             scores = best + (following @ read).squeeze(-1)
         return torch.full_like(unary, float("-inf")).scatter(-1, candidates, scores)
 
+    @override
     def head_parameters(self) -> list[nn.Parameter]:
         return [self.candidate_selector.successor_codebook]
 

@@ -15,6 +15,7 @@ from typing import Literal
 import torch
 from pydantic import BaseModel, Field
 from torch import Tensor, nn
+from typing_extensions import override
 
 from draftsmith.speculators.families.dflash import DFlash, DFlashConfig, DFlashOptions
 from draftsmith.speculators.families.least_squares import reduced_rank, ridge, unit
@@ -41,6 +42,7 @@ class DSparkConfig(DSparkShape, DFlashConfig):
 
     markov_head_type: Literal["vanilla"] = "vanilla"
 
+    @override
     def describe(self) -> str:
         return f"{super().describe()}; Markov head of rank {self.markov_rank}"
 
@@ -83,6 +85,7 @@ class DSpark(DFlash):
             width = config.hidden_size + rank * config.confidence_head_with_markov
             self.confidence_head = nn.ModuleDict({"proj": nn.Linear(width, 1)})
 
+    @override
     def prepare_training(self, options: DSparkOptions) -> DSpark:
         weight = options.confidence_loss if self.config.enable_confidence_head else 0.0
         self.traits = replace(self.traits, confidence_loss=weight)
@@ -117,15 +120,18 @@ class DSpark(DFlash):
         first[:, : read.shape[1]] = read / balance
         second[:, : bias.shape[1]] = bias * balance
 
+    @override
     def read(self, state: Tensor, token_ids: Tensor) -> Tensor:
         return torch.cat([state, self.markov_head.markov_w1(token_ids)], -1)
 
+    @override
     def head(self, hidden: Tensor, depth: int = 0, base: Tensor | None = None) -> Tensor:
         if base is None:
             base = self.base_logits(hidden[..., : self.config.hidden_size])
         bias = self.markov_head.markov_w2(hidden[..., -self.config.markov_rank :])
         return base + bias.to(base.dtype)
 
+    @override
     def head_parameters(self) -> list[nn.Parameter]:
         return [*super().head_parameters(), self.markov_head.markov_w2.weight]
 

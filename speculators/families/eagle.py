@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Literal, Self
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
+from typing_extensions import override
 
 from draftsmith.speculators.config import DecoderConfig
 from draftsmith.speculators.drafter import DraftStep, Samples, valid_terms
@@ -47,6 +48,7 @@ class EagleConfig(DecoderConfig):
             )
         return self
 
+    @override
     def describe(self) -> str:
         return super().describe() + ("; fc with a bias, which vLLM drops" if self.fc_bias else "")
 
@@ -97,6 +99,7 @@ class Eagle(DecoderChain):
 
     # ---------------------------------------------------- starting weights, and how it is trained
 
+    @override
     @torch.no_grad()
     def prepare_training(self, options: EagleOptions) -> Eagle:
         self.feature_noise, self.detach = options.feature_noise, options.detach
@@ -106,6 +109,7 @@ class Eagle(DecoderChain):
             self.embed_tokens.requires_grad_(options.own_embeddings)
         return self
 
+    @override
     def start_terms(self, options: EagleOptions) -> int:
         return terms_for(self.fc.in_features) if options.init == "least_squares" else 0
 
@@ -161,12 +165,14 @@ class Eagle(DecoderChain):
 
     # -------------------------------------------------------------- training
 
+    @override
     def unroll(self, features: TargetFeatures, steps: int) -> Iterator[DraftStep]:
         if self.training and self.feature_noise:
             noisy = _with_noise(features, self.feature_noise * FULL_NOISE_LENGTH)
             features = replace(features, last_hidden=noisy)
         return super().unroll(features, steps)
 
+    @override
     def feed_back(self, state: Tensor) -> Tensor:
         return state.detach() if self.detach else state
 

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, Self
 import torch
 from pydantic import BaseModel, Field, model_validator
 from torch import Tensor, nn
+from typing_extensions import override
 
 from draftsmith.speculators.config import DecoderConfig
 from draftsmith.speculators.drafter import Samples
@@ -59,6 +60,7 @@ class Eagle3Switches(BaseModel):
 class Eagle3Config(Eagle3Switches, DecoderConfig):
     """The decoder layer, and EAGLE-3's switches."""
 
+    @override
     def describe(self) -> str:
         named = ", ".join(name for name in Eagle3Switches.model_fields if getattr(self, name))
         return super().describe() + (f"; {named}" if named else "")
@@ -141,12 +143,14 @@ class Eagle3(DecoderChain):
             self.register_buffer("target_ids", torch.arange(config.draft_vocab_size))
         self.positions = RotaryTable(config)
 
+    @override
     @property
     def draft_to_target(self) -> Tensor | None:
         return self.target_ids if self.config.reduced_vocabulary else None
 
     # -------------------------------------------------------------- starting weights
 
+    @override
     def start_terms(self, options: Eagle3Options) -> int:
         return terms_for(self.fc.in_features) if options.init == "least_squares" else 0
 
@@ -210,6 +214,7 @@ class Eagle3(DecoderChain):
         """[N, H] states as `run` returns them -> [N, V_draft]."""
         return self.lm_head(hidden if self.config.norm_output else self.norm(hidden))
 
+    @override
     def head_parameters(self) -> list[nn.Parameter]:
         modules = [self.lm_head] if self.config.norm_output else [self.lm_head, self.norm]
         return [p for module in modules for p in module.parameters() if p.requires_grad]

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 from pydantic import BaseModel, Field
 from torch import Tensor, nn
+from typing_extensions import override
 
 from draftsmith.speculators.config import DrafterConfig
 from draftsmith.speculators.drafter import Samples, valid_terms
@@ -39,12 +40,15 @@ class MedusaConfig(MedusaShape, DrafterConfig):
 
     @property
     def projections(self) -> int:
+        """Output projections: one for each head, or one that all share."""
         return 1 if self.shared_lm_head else self.num_heads
 
+    @override
     @property
     def max_drafts(self) -> int:
         return self.num_heads
 
+    @override
     def describe(self) -> str:
         heads = f"{self.num_heads} heads of {self.num_layers} block(s)"
         return f"{heads}, {self.projections} vocabulary projection(s)"
@@ -66,6 +70,7 @@ class ResidualBlock(nn.Module):
         super().__init__()
         self.linear = nn.Linear(width, width, bias=bias)
 
+    @override
     def forward(self, x: Tensor) -> Tensor:
         return x + nn.functional.silu(self.linear(x))
 
@@ -92,6 +97,7 @@ class Medusa(SlotwiseDrafter):
             nn.Linear(width, config.vocab_size, bias=False) for _ in range(config.projections)
         )
 
+    @override
     def start_terms(self, options: MedusaOptions) -> int:
         return terms_for(self.config.hidden_size) if options.init == "least_squares" else 0
 
@@ -131,5 +137,6 @@ class Medusa(SlotwiseDrafter):
         """[N, H] -> [N, V]."""
         return self.lm_heads[min(depth, len(self.lm_heads) - 1)](hidden)
 
+    @override
     def head_parameters(self) -> list[nn.Parameter]:
         return [p for p in self.lm_heads.parameters() if p.requires_grad]

@@ -20,6 +20,7 @@ from typing import Any, Self
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
+from typing_extensions import override
 
 from draftsmith.speculators.config import DrafterConfig
 from draftsmith.speculators.drafter import Samples
@@ -49,10 +50,12 @@ class MLPConfig(DrafterConfig):
         width = fields.get("inner_dim") or fields.get("hidden_size")
         return {**fields, "inner_dim": width, "hidden_size": width}
 
+    @override
     @property
     def max_drafts(self) -> int:
         return self.n_predict
 
+    @override
     def describe(self) -> str:
         named = [name for name in ("tie_weights", "scale_input") if getattr(self, name)]
         return "; ".join([f"{self.n_predict} heads, {self.inner_dim} wide", *named])
@@ -77,6 +80,7 @@ class MLPOptions(DrafterOptions):
         3, description="depths trained; if not given, n_predict: all of them"
     )
 
+    @override
     @classmethod
     def all_depths(cls, given: dict[str, Any]) -> Any:
         return given.get("n_predict")
@@ -100,6 +104,7 @@ class ShiftedRMSNorm(RMSNorm):
         super().__init__(width, eps=EPS)
         self.bias = nn.Parameter(torch.zeros(width))
 
+    @override
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) + self.bias.to(x.dtype)
 
@@ -164,6 +169,7 @@ class MLPSpeculator(SlotwiseDrafter):
         """[N, width] -> [N, V]."""
         return _of(self.heads, depth)(hidden)
 
+    @override
     def head_parameters(self) -> list[nn.Parameter]:
         return [p for p in self.heads.parameters() if p.requires_grad]
 

@@ -15,6 +15,7 @@ from typing import Any, Literal, Self, cast
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
+from typing_extensions import override
 
 from draftsmith.speculators.config import DecoderConfig, TargetShape
 from draftsmith.speculators.drafter import Samples
@@ -52,6 +53,7 @@ class MtpConfig(DecoderConfig):
         description="the target's configuration (`layer_fields`), where the layer is of its kind",
     )
 
+    @override
     @property
     def usual_drafts(self) -> int:
         return 1
@@ -80,6 +82,7 @@ class MtpConfig(DecoderConfig):
             raise ValueError(f"layout {self.layout}: the target's model_type is {kind}; use mimo")
         return self
 
+    @override
     @classmethod
     def for_target(cls, target: TargetShape, family: str) -> dict[str, Any]:
         c = target.config
@@ -99,6 +102,7 @@ class MtpConfig(DecoderConfig):
             head_dim=target.hidden_size // fields["num_attention_heads"],
         )
 
+    @override
     def describe(self) -> str:
         kind = f"one {self.layout} layer" if self.target_fields else super().describe()
         read = "after" if self.hidden_state == "normed" else "before"
@@ -162,6 +166,7 @@ class Mtp(ChainDrafter):
         self.embed_norm, self.hidden_norm, self.final_norm = norms
         self._reset()
 
+    @override
     @property
     def attention_layers(self) -> int:
         return 1
@@ -223,6 +228,7 @@ class Mtp(ChainDrafter):
         state = cast(Tensor, taps if self.traits.reads_taps else last_hidden)
         return state.to(self.input_proj.weight.dtype)
 
+    @override
     def embed(self, token_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
         embeds = super().embed(token_ids, position_ids)
         if not self.blind_first or position_ids is None:

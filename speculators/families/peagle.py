@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from pydantic import Field
 from torch import Tensor, nn
+from typing_extensions import override
 
 from draftsmith.speculators.drafter import DraftInput, DraftLogits, DraftSteps, Grow, row_noise
 from draftsmith.speculators.families.eagle3 import Eagle3, Eagle3Config, Eagle3Options
@@ -26,10 +27,12 @@ class PEagleConfig(Eagle3Config):
     num_depths: int = Field(ge=1, description="depths trained, and tokens drafted at most")
     mask_token_id: int = Field(ge=0, description="token whose embedding fills unknown slots")
 
+    @override
     @property
     def max_drafts(self) -> int:
         return self.num_depths
 
+    @override
     def describe(self) -> str:
         return f"{super().describe()}; {self.num_depths} depths in one forward"
 
@@ -50,6 +53,7 @@ class PEagleOptions(Eagle3Options):
     )
     cod_floor: Share = Field(0.2, description="the smallest share of chains that a depth keeps")
 
+    @override
     @classmethod
     def all_depths(cls, given: dict[str, Any]) -> Any:
         return given.get("num_depths")
@@ -67,6 +71,7 @@ class PEagle(Eagle3):
         defaults={"position_weights": {"uniform": True}},
     )
 
+    @override
     @property
     def max_depth(self) -> int:
         return min(self.config.num_depths, self.window or self.config.num_depths)
@@ -76,6 +81,7 @@ class PEagle(Eagle3):
         self.mask_hidden = nn.Parameter(torch.randn(self.fc.in_features))
         self.cod_ratio, self.cod_floor = 1.0, 1.0
 
+    @override
     def prepare_training(self, options: PEagleOptions) -> PEagle:
         self.cod_ratio, self.cod_floor = options.cod_ratio, options.cod_floor
         return self
@@ -94,6 +100,7 @@ class PEagle(Eagle3):
         shares = [max(self.cod_ratio**depth, self.cod_floor) for depth in range(steps)]
         return [v & (rank < (chains * share).ceil()) for v, share in zip(valid, shares)]
 
+    @override
     def tokens_read(self, token_ids: Tensor, depth: int) -> Tensor:
         return token_ids if depth == 0 else torch.full_like(token_ids, self.config.mask_token_id)
 

@@ -15,6 +15,7 @@ from torch.nn import functional
 from transformers.activations import ACT2FN
 from transformers.models.llama.configuration_llama import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, rotate_half
+from typing_extensions import override
 
 from draftsmith.speculators.config import DecoderConfig
 from draftsmith.speculators.errors import ConfigError
@@ -33,6 +34,7 @@ class RMSNorm(nn.RMSNorm):
     def __init__(self, width: int, eps: float) -> None:
         super().__init__(width, eps=eps)
 
+    @override
     def forward(self, x: Tensor) -> Tensor:
         return functional.rms_norm(x, x.shape[-1:], self.weight.to(x.dtype), self.eps)
 
@@ -117,6 +119,7 @@ class GatedMLP(nn.Module):
         self.act = ACT2FN[config.hidden_act]
         self.fused: FrozenLinear | None = None
 
+    @override
     def forward(self, x: Tensor) -> Tensor:
         if self.fused is None:
             gate, up = self.gate_proj(x), self.up_proj(x)
@@ -174,6 +177,7 @@ class DecoderLayer(nn.Module):
             m.fused = FrozenLinear(m.gate_proj, m.up_proj, shared=shared, packs=packs)
 
     def unfuse(self) -> None:
+        """Undoes `fuse`: the projections are read one by one again, as training needs them."""
         self.self_attn.fused = self.self_attn.qk_weight = self.mlp.fused = None
 
 

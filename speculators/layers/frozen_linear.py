@@ -35,6 +35,7 @@ class FrozenLinear:
             self.packed = _packed(self.weight, linears)
 
     def __call__(self, x: Tensor) -> Tensor:
+        """x [..., in] -> [..., out of all linears], in their order."""
         if (
             self.packed is not None
             and x.dtype == torch.bfloat16

@@ -109,6 +109,7 @@ class Blocks:
 
     @property
     def width(self) -> int:
+        """Q, the queries of a row."""
         return self.places.shape[-1]
 
     @cached_property

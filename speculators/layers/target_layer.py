@@ -89,6 +89,7 @@ class BorrowedLayer(ExactBuffers):
         )
 
     def rotary_embedding(self) -> nn.Module:
+        """A fresh module of the target's own rotary embedding."""
         return self._rotary(self._config)
 
     def forward(

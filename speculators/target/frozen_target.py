@@ -169,10 +169,12 @@ class FrozenTarget(TargetHead):
 
     @property
     def decoder(self) -> nn.Module:
+        """The model without its output head."""
         return self._parts.decoder
 
     @property
     def layers(self) -> nn.ModuleList:
+        """The decoder's layers, the first one first."""
         return self._parts.layers
 
     def close(self) -> None:

@@ -63,6 +63,7 @@ class Parts:
     stateful: bool  # its config, or transformers, says that it keeps states beside keys and values
 
     def refusal(self, why: str) -> UnsupportedTarget:
+        """The error for this target, to be raised."""
         return UnsupportedTarget(f"{why}", where=f"target {self.name}")
 
     def decode(self, input_ids: Tensor, cache: Any = None, position_ids: Any = None, mask=None):
@@ -83,6 +84,7 @@ class Parts:
 
     @property
     def device(self) -> torch.device:
+        """That of the input embedding, where token ids go."""
         return self.embed_tokens.weight.device  # type: ignore[return-value]
 
 

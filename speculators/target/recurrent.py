@@ -173,10 +173,12 @@ class RecurrentStates:
     # ------------------------------------------------------------------ rows
 
     def reset(self, row: int) -> None:
+        """The states of a row are those before its first token."""
         for held in self._held.values():
             held[row] = 0
 
     def move(self, src_row: int, dst_row: int) -> None:
+        """Copies the states of a row to another."""
         for held in self._held.values():
             held[dst_row] = held[src_row]
 

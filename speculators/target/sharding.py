@@ -66,6 +66,7 @@ def shard_target(target: FrozenTarget, mesh: DeviceMesh) -> FrozenTarget:
 
 
 def is_sharded(target: FrozenTarget) -> bool:
+    """True once `shard_target` has cut it, or it was read in shards."""
     from torch.distributed.fsdp import FSDPModule
 
     return isinstance(target.decoder, FSDPModule)

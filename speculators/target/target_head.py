@@ -89,6 +89,7 @@ class TargetHead(nn.Module):
 
     @property
     def hidden_size(self) -> int:
+        """H, of the residual stream."""
         return self.config.hidden_size
 
     @property
@@ -105,6 +106,7 @@ class TargetHead(nn.Module):
 
     @property
     def lm_head(self) -> nn.Module:
+        """The output head: normed states [..., H] -> [..., V], before a cap or scale of logits."""
         return self._parts.lm_head
 
     @property

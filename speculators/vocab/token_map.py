@@ -107,6 +107,7 @@ class TokenMap:
         return len(self.spelling_offsets) - 1
 
     def to(self, device: torch.device | str) -> TokenMap:
+        """The same on a device."""
         return TokenMap(**{name: tensor.to(device) for name, tensor in vars(self).items()})
 
     def longest_row(self, tokens: int) -> int:

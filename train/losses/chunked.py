@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
+from typing_extensions import override
 
 from draftsmith.speculators.precision import on_host, to_device
 from draftsmith.train.losses.divergences import Mix, Rows, dot, has_closed_form, value_and_gradient
@@ -66,6 +67,7 @@ class Group:
 
     @property
     def rows(self) -> int:
+        """Rows of the group, of all of its targets."""
         return self.count * self.shared
 
     def targets(self) -> slice:
@@ -138,6 +140,7 @@ def in_chunks(groups: Sequence[Group], rows: int, block: int) -> Iterator[list[G
 class Chunked(torch.autograd.Function):
     """Computes the gradients in forward, chunk by chunk; backward scales them."""
 
+    @override
     @staticmethod
     def forward(ctx, hidden: Tensor, task: Task, *parameters: Tensor):
         rows, ctx.grad_hidden, ctx.grad_parameters = walk(
@@ -147,6 +150,7 @@ class Chunked(torch.autograd.Function):
         ctx.mark_non_differentiable(*rows)
         return rows[0].sum(), *rows
 
+    @override
     @staticmethod
     def backward(ctx, grad: Tensor, *_: Tensor):
         if ctx.grad_parameters is None:
@@ -304,6 +308,7 @@ def argmax(z: Tensor, block: int = 64) -> Tensor:
 
 
 def to_target(draft_ids: Tensor, draft_to_target: Tensor | None) -> Tensor:
+    """Ids of the draft vocabulary -> the target's; `draft_to_target` [V_draft], None: the same."""
     return draft_ids if draft_to_target is None else draft_to_target[draft_ids]
 
 

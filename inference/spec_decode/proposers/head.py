@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from draftsmith.inference.kv_cache.ragged_cache import RaggedCache
 from draftsmith.inference.model_runner.plain_decoder import plain_or_none
@@ -93,6 +94,7 @@ class HeadProposer(Proposer):
         self.cache = RaggedCache(max_rows, drafter.cache_length(longest), device=self._device)
         self._best_chain: CompiledChain | None = None
 
+    @override
     def compile(self, options: CompileOptions) -> None:
         if self._tree is None:
             # torch's compiler takes seconds to import
@@ -100,10 +102,12 @@ class HeadProposer(Proposer):
 
             self._best_chain = compiled_chain(self._drafter, self.cache, self._depth, options)
 
+    @override
     def warm_up(self, deadline: float) -> None:
         if self._best_chain is not None:
             self._best_chain.step.warm_up(deadline)
 
+    @override
     @torch.inference_mode()
     def bytes_per_row(self) -> int:
         probe = RaggedCache(1, self._drafter.cache_length(1), device=self._device)
@@ -119,6 +123,7 @@ class HeadProposer(Proposer):
         self._drafter.append(DraftInput(probe, 0, 1, token_ids, taps, last_hidden, [1]))
         return probe.bytes() // probe.capacity * self.cache.max_len
 
+    @override
     def prefill(
         self,
         start: int,
@@ -139,6 +144,7 @@ class HeadProposer(Proposer):
             features = {kind: f[:, :width] for kind, f in features.items()}
             self._drafter.append(self._inputs(start, requests, known, features))
 
+    @override
     def observe(
         self,
         requests: Sequence[Request],
@@ -155,6 +161,7 @@ class HeadProposer(Proposer):
             features["taps"] = taps
         return features
 
+    @override
     def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> Proposal:
         # of a chain its length, of a tree its nodes
         counts = [min(limit, self.num_speculative_tokens) for limit in limits]
@@ -179,6 +186,7 @@ class HeadProposer(Proposer):
         counts = [min(count, width) for count in counts]
         return Proposal(token_ids, counts, q, confidence=confidence)
 
+    @override
     def rehearse(self, requests: Sequence[Request], depth: int) -> bool:
         rows, seen, waiting = len(requests), list(self._seen), list(self._waiting.counts)
         lengths = self.cache.lengths[:rows]
@@ -284,10 +292,12 @@ class HeadProposer(Proposer):
         """[b, V_draft] -> [b] target ids."""
         return to_target_ids(argmax(logits), self._draft_to_target)
 
+    @override
     def reset(self, row: int) -> None:
         self.cache.reset(row)
         self._seen[row] = self._waiting.counts[row] = 0
 
+    @override
     def move(self, src_row: int, dst_row: int) -> None:
         self.cache.move(src_row, dst_row)
         self._waiting.move(src_row, dst_row)

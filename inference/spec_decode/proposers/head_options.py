@@ -5,12 +5,15 @@ from __future__ import annotations
 from typing import ClassVar, Literal
 
 from pydantic import model_validator
+from typing_extensions import override
 
 from draftsmith.inference.spec_decode.proposers.options import MethodOptions, option
 from draftsmith.inference.spec_decode.tree_shape import DynamicTree, StaticTree, TreeShape
 
 
 class HeadOptions(MethodOptions):
+    """The options of `speculative_config` for a trained head."""
+
     trained: ClassVar[bool] = True
 
     model: str = option(..., "folder or repository id of an exported head")
@@ -33,11 +36,13 @@ class HeadOptions(MethodOptions):
         None, "levels of that tree; default: as many as the drafter drafts in a row", ge=1
     )
 
+    @override
     @property
     def default_tokens(self) -> int | None:
         # what the drafter's folder says is filled in before (speculative_config.py)
         return self.tree.budget if isinstance(self.tree, StaticTree) else None
 
+    @override
     @property
     def tree(self) -> TreeShape | None:
         if self.speculative_token_tree is not None:
@@ -65,6 +70,8 @@ class HeadOptions(MethodOptions):
 
 
 class DraftModelOptions(HeadOptions):
+    """The options of `speculative_config` for a draft model."""
+
     use_heterogeneous_vocab: bool = option(
         False, "the draft model has another tokenizer; only shared tokens are drafted"
     )

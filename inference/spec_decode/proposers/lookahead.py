@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from draftsmith.inference.requests.request import Request
 from draftsmith.inference.sampling.sampler import argmax
@@ -36,6 +37,9 @@ class NgramPool:
         self._known: dict[int, dict[tuple[int, ...], None]] = {}
 
     def add(self, first: int, rest: tuple[int, ...]) -> None:
+        """`rest` was seen after the token `first`. It is the newest; the oldest beyond the last
+        `most` is forgotten."""
+
         known = self._known.setdefault(first, {})
         known.pop(rest, None)
         known[rest] = None
@@ -110,6 +114,7 @@ class LookaheadProposer(Proposer):
             f * (self._columns + self._n - 1 - f) - 1 for f in range(1, self._n)
         )
 
+    @override
     def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> Proposal:
         drafts, parents, unverified = [], [], []
         for row, request in enumerate(requests):
@@ -142,6 +147,7 @@ class LookaheadProposer(Proposer):
             state.pooled = len(text)
         return state
 
+    @override
     def see_logits(self, requests: Sequence[Request], proposal: Proposal, logits: Tensor) -> None:
         rows = [row for row, nodes in enumerate(proposal.unverified or []) if nodes]
         if not rows:
@@ -192,6 +198,7 @@ class LookaheadOptions(MethodOptions):
         True, "n-grams of prompt and committed text are guesses too"
     )
 
+    @override
     @property
     def fixed_shape(self) -> bool:
         return True
@@ -201,5 +208,6 @@ class LookaheadOptions(MethodOptions):
         """All guesses, without the first token that they share with the text."""
         return self.lookahead_num_guesses * (self.lookahead_ngram_size - 1)
 
+    @override
     def make_proposer(self, device: torch.device | str = "cpu") -> LookaheadProposer:
         return LookaheadProposer(self, device)

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 import torch
 from pydantic import model_validator
+from typing_extensions import override
 
 from draftsmith.inference.requests.request import Request
 from draftsmith.inference.spec_decode.proposal import Proposal
@@ -56,6 +57,7 @@ class NgramProposer(Proposer):
         self._sizes = shortest, max(shortest, longest)
         self._device = device
 
+    @override
     def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> Proposal:
         drafts, confidence = [], []
         for row, (request, limit) in enumerate(zip(requests, limits, strict=True)):
@@ -67,6 +69,8 @@ class NgramProposer(Proposer):
 
 
 class NgramOptions(MethodOptions):
+    """The options of `speculative_config` for the latest n-gram that matches."""
+
     measured: ClassVar[dict[str, Any]] = {"prompt_lookup_min": 2, "prompt_lookup_max": 4}
     vllm: ClassVar[dict[str, Any] | None] = measured
     sglang_algorithm: ClassVar[str | None] = "NGRAM"
@@ -85,5 +89,6 @@ class NgramOptions(MethodOptions):
             raise ValueError(f"prompt_lookup_min {shortest} is above prompt_lookup_max {longest}")
         return self
 
+    @override
     def make_proposer(self, device: torch.device | str = "cpu") -> NgramProposer:
         return NgramProposer(self, device)

@@ -19,6 +19,7 @@ DEFAULT_TOKENS = 5  # where neither the user nor the drafter says how many token
 
 
 def option(default: Any, description: str, **limits: Any) -> Any:
+    """A field of the options of a method; `limits`: as of pydantic's `Field` (ge, le, …)."""
     return Field(default, description=description, **limits)
 
 

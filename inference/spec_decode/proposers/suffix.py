@@ -15,6 +15,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
+from typing_extensions import override
 
 from draftsmith.inference.requests.request import Request
 from draftsmith.inference.spec_decode.proposal import Proposal
@@ -110,6 +111,7 @@ class SuffixProposer(Proposer):
         self._most_served = options.suffix_decoding_max_cached_requests
         self._served, self._next, self._num_served = SuffixIndex(), SuffixIndex(), 0
 
+    @override
     def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> Proposal:
         for row in [row for row in self.rows if row >= len(requests)]:
             self.reset(row)
@@ -152,6 +154,8 @@ class SuffixProposer(Proposer):
 
 
 class SuffixOptions(MethodOptions):
+    """The options of `speculative_config` for the suffixes of texts that were served."""
+
     # no text of earlier requests, so that the order of the prompts does not matter
     measured: ClassVar[dict[str, Any]] = {"suffix_decoding_max_cached_requests": 0}
     vllm: ClassVar[dict[str, Any] | None] = {}
@@ -171,9 +175,11 @@ class SuffixOptions(MethodOptions):
         0.1, "a draft ends before its estimated probability falls below this", ge=0, le=1
     )
 
+    @override
     @property
     def default_tokens(self) -> int:
         return self.suffix_decoding_max_tree_depth
 
+    @override
     def make_proposer(self, device: torch.device | str = "cpu") -> SuffixProposer:
         return SuffixProposer(self, device)

@@ -56,6 +56,7 @@ class Source:
 
     @property
     def dtype(self) -> str:
+        """Of the weights, as config.json names it; float32 where it does not."""
         return str(self.fields.get("dtype") or self.fields.get("torch_dtype") or "float32")
 
     @property
@@ -211,10 +212,12 @@ class Layout:
         return faults
 
     def missing(self, name: str) -> Fault:
+        """The fault of a tensor that is not there, with what engines do without it."""
         engines = next(does for ending, does in self.without.items() if name.endswith(ending))
         return Fault(name, f"{name} is missing", engines)
 
     def unexpected(self, name: str) -> Fault:
+        """The fault of a tensor that the layout has not."""
         dropped = "vLLM drops it without a word, and drafts with another layer"
         engines = dropped if name.endswith(".bias") else REFUSES
         return Fault(name, f"{name} is unexpected", engines)
@@ -336,15 +339,18 @@ class WeightsError(CheckpointError):
 
 
 def misshaped(name: str, shape: Sequence[int], expected: Sequence[int]) -> Fault:
+    """The fault of a tensor of another shape than the config says."""
     text = f"{name} has shape {list(shape)}, expected {list(expected)}"
     return Fault(name, f"{text}; check the sizes in config.json", REFUSES)
 
 
 def not_finite(name: str) -> Fault:
+    """The fault of a tensor with NaN or infinite values."""
     return Fault(name, f"{name} holds values that are not finite", "engines draft nonsense")
 
 
 def not_floating(name: str, dtype: str) -> Fault:
+    """The fault of weights that are stored as integers."""
     text = (
         f"{name} is stored as {dtype}, expected floating-point numbers: integers lack the scale"
         " that makes weights of them; export the drafter without quantisation"
@@ -365,4 +371,5 @@ def own_fields(config: DrafterConfig) -> dict[str, Any]:
 
 
 def architecture_of(fields: Mapping[str, Any]) -> str:
+    """The first of `architectures` of a config.json, or 'missing'."""
     return (fields.get("architectures") or ["missing"])[0]

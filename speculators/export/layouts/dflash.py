@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from torch import Tensor
+from typing_extensions import override
 
 from draftsmith.speculators.config import DrafterConfig
 from draftsmith.speculators.errors import ConfigError
@@ -48,9 +49,11 @@ class DFlashLayout(Layout):
     sglang_algorithm = "DFLASH"
     sglang_chain = False
 
+    @override
     def recognises(self, fields: Fields, names: set[str]) -> bool:
         return "hidden_norm.weight" in base.bare_names(names) or SECTION in fields
 
+    @override
     def check(self, config: Any, format_: str) -> None:
         if 0 in config.tap_layers:
             raise ConfigError(
@@ -70,6 +73,7 @@ class DFlashLayout(Layout):
                 f"{'; '.join(named)}; serve it with vLLM", where=f"export format {format_}"
             )
 
+    @override
     def field_faults(self, fields: Fields, plain: Fields, names: set[str]) -> Iterator[Fault]:
         section = plain.get(SECTION) or {}
         sizes = {plain.get("block_size"), section.get("block_size")} - {None}
@@ -105,6 +109,7 @@ class DFlashLayout(Layout):
 
     # -------------------------------------------------------------- tensors
 
+    @override
     def canonical(self, tensors: dict[str, Tensor], config: DrafterConfig) -> dict[str, Tensor]:
         def canonical(name: str) -> str:
             plain = name.removeprefix("model.")
@@ -115,6 +120,7 @@ class DFlashLayout(Layout):
 
     # -------------------------------------------------------------- fields
 
+    @override
     def to_config(self, config: Any) -> dict[str, Any]:
         window = config.sliding_window
         section = {
@@ -146,6 +152,7 @@ class DFlashLayout(Layout):
             **base.own_fields(config),
         }
 
+    @override
     def from_config(self, source: Source) -> DrafterConfig:
         fields, where = source.fields, source.where
         section = {**fields, **(fields.get(SECTION) or {})}
@@ -182,9 +189,11 @@ class DSparkLayout(DFlashLayout):
     vllm_note = NO_CPU_RUNNER
     sglang_algorithm = "DSPARK"
 
+    @override
     def recognises(self, fields: Fields, names: set[str]) -> bool:
         return any(name.startswith("markov_head.") for name in base.bare_names(names))
 
+    @override
     def field_faults(self, fields: Fields, plain: Fields, names: set[str]) -> Iterator[Fault]:
         section = plain.get(SECTION) or {}
         for name in (*self.own_fields, "block_size"):
@@ -204,6 +213,7 @@ class DFlash2Layout(DFlashLayout):
     vllm_method: ClassVar = {"method": "dflash"}
     vllm_note = NO_CPU_RUNNER
 
+    @override
     def recognises(self, fields: Fields, names: set[str]) -> bool:
         return any(name.startswith("candidate_selector.") for name in base.bare_names(names))
 

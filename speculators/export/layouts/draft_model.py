@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from typing_extensions import override
 
 from draftsmith.speculators.config import DrafterConfig
 from draftsmith.speculators.drafter import Drafter
@@ -37,12 +38,14 @@ class DraftModelLayout(Layout):
     without: ClassVar = {"": base.REFUSES}
     sglang_algorithm = "STANDALONE"
 
+    @override
     def recognises(self, fields: Mapping[str, Any], names: set[str]) -> bool:
         return any(
             str(name).endswith(("ForCausalLM", "LMHeadModel"))
             for name in fields.get("architectures") or []
         )
 
+    @override
     def no_sglang(self, config: Any) -> str:
         if not config.other_tokenizer:
             return ""
@@ -58,12 +61,14 @@ class DraftModelLayout(Layout):
             return {}, [Fault("weights", str(error))]
         return {}, []
 
+    @override
     def to_config(self, config: Any) -> dict[str, Any]:
         own = base.own_fields(config)
         own["draftsmith"] |= {"other_tokenizer": True} if config.other_tokenizer else {}
         architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model["model_type"]]
         return {**config.model, "architectures": [architecture], "dtype": config.dtype, **own}
 
+    @override
     def from_config(self, source: Source) -> DrafterConfig:
         try:
             model = plain_fields(source.fields, source.where)
@@ -81,6 +86,7 @@ class DraftModelLayout(Layout):
 
     # -------------------------------------------------------------- files
 
+    @override
     def write(
         self, drafter: Drafter, config: DrafterConfig, folder: Path, dtype: torch.dtype
     ) -> None:
@@ -93,6 +99,7 @@ class DraftModelLayout(Layout):
         if drafter.token_map is not None:
             drafter.token_map.save(folder)
 
+    @override
     def read(self, drafter: Drafter, folder: Path) -> None:
         drafter, own = cast(DraftModel, drafter), cast(DraftModelConfig, drafter.config)
         drafter.take_model(self._load(folder))

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
+from typing_extensions import override
+
 from draftsmith.speculators.config import DrafterConfig
 from draftsmith.speculators.export.layouts import base
 from draftsmith.speculators.export.layouts.base import Fault, Fields, Layout, Source
@@ -27,12 +29,15 @@ class EagleLayout(Layout):
     architectures: ClassVar[tuple[str, ...]] = ARCHITECTURES
     sglang_algorithm = "EAGLE"
 
+    @override
     def recognises(self, fields: Fields, names: set[str]) -> bool:
         return "fc.weight" in base.bare_names(names) or "Eagle" in base.architecture_of(fields)
 
+    @override
     def no_sglang(self, config: Any) -> str:
         return "its names are others"
 
+    @override
     def field_faults(self, fields: Fields, plain: Fields, names: set[str]) -> Iterator[Fault]:
         biases = {name for name in names if name.endswith(".bias")}
         if "fc.bias" in biases:
@@ -42,6 +47,7 @@ class EagleLayout(Layout):
             yield Fault("qkv_bias", text, "vLLM drops them")
         yield from base.ignored_window(plain, layers=False)
 
+    @override
     def to_config(self, config: Any) -> dict[str, Any]:
         own = base.own_fields(config)
         own["draftsmith"] |= {field: getattr(config, field) for field in BY_NAME}
@@ -61,6 +67,7 @@ class EagleLayout(Layout):
             **own,
         }
 
+    @override
     def from_config(self, source: Source) -> DrafterConfig:
         named = {field: tensor in source.names for field, tensor in BY_NAME.items()}
         own = {field: source.own.get(field, by_name) for field, by_name in named.items()}

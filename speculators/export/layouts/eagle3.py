@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any, ClassVar
 
 from torch import Tensor
+from typing_extensions import override
 
 from draftsmith.speculators.config import DrafterConfig, default_tap_layers
 from draftsmith.speculators.export.layouts import base
@@ -35,6 +36,7 @@ class Eagle3Layout(Layout):
     # The folder is SGLang's own, which names the taps below `eagle_config`.
     taps_in_section: ClassVar[bool] = False
 
+    @override
     def recognises(self, fields: Fields, names: set[str]) -> bool:
         bare = base.bare_names(names)
         return (
@@ -43,13 +45,16 @@ class Eagle3Layout(Layout):
             or any(field in fields for field in (TAPS, "draft_vocab_size", SECTION))
         )
 
+    @override
     def no_sglang(self, config: Any) -> str:
         return "its tap numbers and names are others"
 
+    @override
     def name_in_file(self, name: str, config: Any) -> str:
         one = config.num_layers == 1 and name.startswith("layers.0.")
         return name.replace("layers.0", "midlayer", 1) if one else name
 
+    @override
     def to_config(self, config: Any) -> dict[str, Any]:
         window = config.sliding_window
         return {
@@ -77,6 +82,7 @@ class Eagle3Layout(Layout):
             return fields
         return {**fields, TAPS: [tap + 1 for tap in fields[SECTION][TAPS]]}
 
+    @override
     def field_faults(self, fields: Fields, plain: Fields, names: set[str]) -> Iterator[Fault]:
         taps, count = plain.get(TAPS), plain.get(COUNT)
         if not taps:
@@ -91,6 +97,7 @@ class Eagle3Layout(Layout):
             yield Fault(COUNT, text, base.REFUSES)
         yield from base.ignored_window(plain)
 
+    @override
     def from_config(self, source: Source) -> DrafterConfig:
         fields, head = source.fields, source.head_fields(ARCHITECTURES)
         taps = fields.get(TAPS) or default_tap_layers(head["num_target_layers"])
@@ -110,6 +117,7 @@ class Eagle3Layout(Layout):
         """Fields of a family that is EAGLE-3 and more."""
         return {}
 
+    @override
     def canonical(self, tensors: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
         return {self.name_in_file(name, config): tensor for name, tensor in tensors.items()}
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from torch import Tensor
+from typing_extensions import override
 
 from draftsmith.speculators.config import DrafterConfig
 from draftsmith.speculators.export.layouts import base
@@ -29,23 +30,27 @@ class MedusaLayout(Layout):
     last_vllm = "0.32"
     vllm_note = "vLLM up to 0.32; 0.33 dropped Medusa, and this project's runtime serves it"
 
+    @override
     def recognises(self, fields: Fields, names: set[str]) -> bool:
         return fields.get("model_type") == "medusa" or any(
             name.startswith(("blocks.", "lm_heads.")) or _PUBLISHED_BLOCK.match(name)
             for name in names
         )
 
+    @override
     def name_in_file(self, name: str, config: Any) -> str:
         if config.shared_lm_head:
             name = name.replace("lm_heads.0.", "lm_head.")
         return re.sub(r"^blocks\.(\d+)\.(\d+)\.linear", r"blocks.\1.layers.\2", name)
 
+    @override
     def field_faults(self, fields: Fields, plain: Fields, names: set[str]) -> Iterator[Fault]:
         named = fields.get("medusa_fc_bias")
         if not named and any(name.endswith(".bias") for name in names):
             text = "the blocks have biases, and medusa_fc_bias is not true; set it"
             yield Fault("medusa_fc_bias", text, "vLLM drops the biases")
 
+    @override
     def to_config(self, config: Any) -> dict[str, Any]:
         return {
             "architectures": ["MedusaModel"],

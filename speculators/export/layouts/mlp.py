@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from draftsmith.speculators.config import DrafterConfig
 from draftsmith.speculators.errors import CheckpointError
@@ -26,15 +27,19 @@ class MLPLayout(Layout):
     bare = False
     in_vllm = False
 
+    @override
     def recognises(self, fields: Fields, names: set[str]) -> bool:
         return any(name.startswith("speculator.") for name in names)
 
+    @override
     def no_vllm(self, config: Any) -> str:
         return "vLLM has no model of an MLP speculator since 0.32; this project's runtime serves it"
 
+    @override
     def name_in_file(self, name: str, config: Any) -> str:
         return f"speculator.{name.replace('heads.', 'head.', 1)}"
 
+    @override
     def to_config(self, config: Any) -> dict[str, Any]:
         return {
             "architectures": [ARCHITECTURE],
@@ -50,6 +55,7 @@ class MLPLayout(Layout):
             **base.own_fields(config),
         }
 
+    @override
     def from_config(self, source: Source) -> DrafterConfig:
         fields = source.fields
         source.require("vocab_size", "emb_dim", "n_predict")

@@ -16,6 +16,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor
 from transformers import AutoConfig
+from typing_extensions import override
 
 from draftsmith.speculators.config import DrafterConfig
 from draftsmith.speculators.errors import CheckpointError
@@ -76,30 +77,37 @@ class MtpLayout(Layout):
     sglang_algorithm = "EAGLE"
     exact = ("e_score_correction_bias",)
 
+    @override
     def recognises(self, fields: Fields, names: set[str]) -> bool:
         return bool(_modules(names)[1])
 
+    @override
     def belongs(self, name: str, config: Any) -> bool:
         prefix, repeated = _prefix(config), NAMES[config.layout].shared
         return name.startswith(prefix) and name.removeprefix(prefix) not in repeated
 
+    @override
     def no_vllm(self, config: Any) -> str:
         if config.layout == "mimo":
             return ""
         return "vLLM reads it from the target's checkpoint: draftsmith export --into puts it there"
 
+    @override
     def name_in_file(self, name: str, config: Any) -> str:
         names, (part, _, rest) = NAMES[config.layout], name.partition(".")
         if part == "layer":
             return _prefix(config) + names.layer + rest.removeprefix("block.")
         return f"{_prefix(config)}{names.parts[PARTS.index(part)]}.{rest}"
 
+    @override
     def unpacked(self, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         return unpack_experts(state)
 
+    @override
     def packed(self, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         return pack_experts(state)
 
+    @override
     def to_config(self, config: Any) -> dict[str, Any]:
         layer = {"model_type": "qwen2", "vocab_size": config.vocab_size, **config.llama_fields()}
         return (layer if config.target_fields is None else dict(config.target_fields)) | {
@@ -111,6 +119,7 @@ class MtpLayout(Layout):
             **base.own_fields(config),
         }
 
+    @override
     def from_config(self, source: Source) -> DrafterConfig:
         fields, names, where = source.fields, source.names, source.where
         layout, modules = _modules(names)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from torch import Tensor
+from typing_extensions import override
 
 from draftsmith.speculators.export.layouts.base import REFUSES, Fields, bare_names
 from draftsmith.speculators.export.layouts.eagle3 import Eagle3Layout
@@ -21,14 +22,17 @@ class PEagleLayout(Eagle3Layout):
     vllm_method: ClassVar = {"method": "eagle3", "parallel_drafting": True}
     sglang_algorithm = None
 
+    @override
     def recognises(self, fields: Fields, names: set[str]) -> bool:
         own = MASK in bare_names(names) or any(name in fields for name in TOKENS)
         return own and super().recognises(fields, names)
 
+    @override
     def to_config(self, config: Any) -> dict[str, Any]:
         own = {"mask_token_id": config.mask_token_id, "num_depths": config.num_depths}
         return super().to_config(config) | own
 
+    @override
     def more_fields(self, fields: Fields) -> dict[str, Any]:
         token = next((fields[name] for name in TOKENS if fields.get(name) is not None), None)
         return {
@@ -36,6 +40,7 @@ class PEagleLayout(Eagle3Layout):
             **({} if token is None else {"mask_token_id": token}),
         }
 
+    @override
     def canonical(self, tensors: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
         tensors = super().canonical(tensors, config)
         if MASK in tensors and tensors[MASK].shape[:-1].numel() == 1:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
+from typing_extensions import override
+
 from draftsmith.speculators.errors import CheckpointError, ConfigError
 from draftsmith.speculators.export.layouts.base import Fault, Fields
 from draftsmith.speculators.export.layouts.eagle import EagleLayout
@@ -22,6 +24,7 @@ class SGLangEagle3Layout(Eagle3Layout):
 
     taps_in_section = True
 
+    @override
     def check(self, config: Any, format_: str) -> None:
         switches = ("norm_before_fc", "norm_before_residual", "qk_norm", "sliding_window")
         unknown = [name for name in switches if getattr(config, name)]
@@ -37,17 +40,21 @@ class SGLangEagle3Layout(Eagle3Layout):
                 where="export format sglang",
             )
 
+    @override
     def no_vllm(self, config: Any) -> str:
         return "it would read every tap one layer too early"
 
+    @override
     def no_sglang(self, config: Any) -> str:
         return ""
 
+    @override
     def to_engine(self, fields: dict[str, Any]) -> dict[str, Any]:
         inner = {TAPS: [tap - 1 for tap in fields[TAPS]], "use_aux_hidden_state": True}
         rest = {name: value for name, value in fields.items() if name != TAPS}
         return rest | {"rope_scaling": _rope_scaling(fields), SECTION: inner}
 
+    @override
     def from_engine(self, fields: Fields, where: str) -> Fields:
         if not (fields.get(SECTION) or {}).get(TAPS):
             raise CheckpointError(f"{SECTION}.{TAPS} is missing; it names the taps", where=where)
@@ -59,22 +66,28 @@ class SGLangEagleLayout(EagleLayout):
 
     architectures: ClassVar[tuple[str, ...]] = (EAGLE,)
 
+    @override
     def check(self, config: Any, format_: str) -> None:
         names = ("own_embeddings", "attention_bias")
         _refuse([name for name in names if getattr(config, name)], "eagle")
 
+    @override
     def no_vllm(self, config: Any) -> str:
         return "it refuses the architecture"
 
+    @override
     def no_sglang(self, config: Any) -> str:
         return ""
 
+    @override
     def field_faults(self, fields: Fields, plain: Fields, names: set[str]) -> Iterator[Fault]:
         yield from ()  # its fc has a bias
 
+    @override
     def zeros(self, config: Any) -> dict[str, tuple[int, ...]]:
         return {} if config.fc_bias else {"fc.bias": (config.hidden_size,)}
 
+    @override
     def to_engine(self, fields: dict[str, Any]) -> dict[str, Any]:
         return fields | {"architectures": [EAGLE], "rope_scaling": _rope_scaling(fields)}
 

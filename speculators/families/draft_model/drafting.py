@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from draftsmith.speculators.drafter import Drafter, DraftInput, DraftLogits, DraftSteps, Grow
 from draftsmith.speculators.errors import ConfigError
@@ -31,13 +32,16 @@ class TokenDrafter(Drafter):
 
     @property
     def runner(self) -> FrozenTarget:
+        """The language model that drafts, as the runtime runs one."""
         raise NotImplementedError
 
+    @override
     @torch.no_grad()
     def decode_with(self, forward_of: Callable[[FrozenTarget], Forward | None]) -> None:
         if not self.training:
             self._fast_forward = forward_of(self.runner)
 
+    @override
     def thaw(self) -> None:
         super().thaw()
         self._fast_forward = None

@@ -16,6 +16,7 @@ from typing import Any, Literal
 import torch
 from pydantic import Field, field_validator, model_validator
 from torch import Tensor, nn
+from typing_extensions import override
 
 from draftsmith.speculators.config import DrafterConfig
 from draftsmith.speculators.drafter import Drafter, DraftStep, Samples, host_batch, valid_terms
@@ -57,6 +58,7 @@ class DraftModelConfig(DrafterConfig):
             raise ValueError(f"rms_norm_eps is {eps}; expected a number above 0")
         return model
 
+    @override
     def describe(self) -> str:
         model = config_of(self.model)
         size = f"{model.num_hidden_layers} x {self.hidden_size}, {model.num_attention_heads} heads"
@@ -156,6 +158,7 @@ class DraftModel(TokenDrafter):
 
     # -------------------------------------------------------------- the model
 
+    @override
     @property
     def runner(self) -> FrozenTarget:
         if not self._runners:
@@ -187,14 +190,17 @@ class DraftModel(TokenDrafter):
             self.token_map = self.token_map.to(next(self.parameters()).device)
         return self
 
+    @override
     @property
     def writer(self) -> FrozenTarget | None:
         return self.runner if self.token_map is None else None
 
+    @override
     def deep_copy(self) -> Drafter:
         self._runners = []
         return super().deep_copy()
 
+    @override
     def shard_units(self) -> Sequence[nn.Module]:
         return list(self.runner.layers)  # the runner's probes want whole weights: it is made now
 
@@ -205,6 +211,7 @@ class DraftModel(TokenDrafter):
         self._target = [target]
         return self
 
+    @override
     @property
     def draft_to_target(self) -> Tensor | None:
         if self.token_map is not None:
@@ -266,9 +273,11 @@ class DraftModel(TokenDrafter):
                 read_layers(target.checkpoint, target, layers, self.model)
         return self
 
+    @override
     def prepare_training(self, options: DraftModelOptions) -> Drafter:
         return self.requires_grad_(True)
 
+    @override
     def checkpoint_activations(self, enabled: bool) -> None:
         super().checkpoint_activations(enabled)
         if enabled:
@@ -318,5 +327,6 @@ class DraftModel(TokenDrafter):
             return logits[..., self.token_map.draft_ids]
         return logits[..., : self.target.vocab_size]
 
+    @override
     def head_parameters(self) -> list[nn.Parameter]:
         return [p for p in self.model.get_output_embeddings().parameters() if p.requires_grad]
