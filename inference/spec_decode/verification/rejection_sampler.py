@@ -66,20 +66,12 @@ def verify_and_sample(
     Logits of row b are read at its judged places only. Rows at temperature 0 use no randomness and
     take the greedy path whatever the rule; how many numbers every other row takes from its
     generator depends on that row alone. proposal.q may be overwritten."""
-    walks: dict[int, _Walk] = {}
-    for greedy in (True, False):
-        rows = [row for row, own in enumerate(params) if own.greedy == greedy]
-        if not rows:
-            continue
-        given, part = logits, proposal
-        if len(rows) < len(params):
-            given, part = logits[rows], proposal.select(rows)
-        if greedy:
-            found = follow(part, argmax(given))
-        else:
-            hot, dice = [params[row] for row in rows], [generators[row] for row in rows]
-            found = _sampled(given, part, hot, dice, rule)
-        walks |= zip(rows, found, strict=True)
+    greedy_rows = [row for row, row_params in enumerate(params) if row_params.greedy]
+    sampled_rows = [row for row, row_params in enumerate(params) if not row_params.greedy]
+    walks = {
+        **_greedy(logits, proposal, greedy_rows),
+        **_sampled(logits, proposal, sampled_rows, params, generators, rule),
+    }
     return [
         Kept(path, [*(proposal.drafted[row][node] for node in path), token])
         for row, (path, token) in sorted(walks.items())
@@ -89,23 +81,44 @@ def verify_and_sample(
 _Walk = tuple[list[int], int]  # accepted places, and the target's own token after them
 
 
+def _part(logits: Tensor, proposal: Proposal, rows: Sequence[int]) -> tuple[Tensor, Proposal]:
+    """Of these rows alone; nothing is copied where they are all."""
+    if len(rows) == proposal.num_rows:
+        return logits, proposal
+    return logits[rows], proposal.select(rows)
+
+
+def _greedy(logits: Tensor, proposal: Proposal, rows: Sequence[int]) -> dict[int, _Walk]:
+    """Row -> its walk along the target's likeliest tokens."""
+    if not rows:
+        return {}
+    part_logits, part = _part(logits, proposal, rows)
+    return dict(zip(rows, follow(part, argmax(part_logits)), strict=True))
+
+
 def _sampled(
     logits: Tensor,
     proposal: Proposal,
+    rows: Sequence[int],
     params: Sequence[SamplingParams],
     generators: Sequence[torch.Generator | None],
     method: str,
-) -> list[_Walk]:
-    rule = rule_for(method, proposal)
-    p = batch_probabilities(logits, params)  # [B, 1+K, V]
+) -> dict[int, _Walk]:
+    """Row -> its walk by the rule; params and generators are those of all rows."""
+    if not rows:
+        return {}
+    part_logits, part = _part(logits, proposal, rows)
+    part_generators = [generators[row] for row in rows]
+    rule = rule_for(method, part)
+    p = batch_probabilities(part_logits, [params[row] for row in rows])  # [b, 1+K, V]
     if rule == SAMPLE_MATCH:
-        walks = _by_match(p, proposal, generators)
+        walks = _by_match(p, part, part_generators)
     elif rule == TRAVERSAL:
-        walks = _by_traversal(p, proposal, generators)
+        walks = _by_traversal(p, part, part_generators)
     else:
-        walks = _by_verdict(p, proposal, generators, rule)
+        walks = _by_verdict(p, part, part_generators, rule)
     check_drawn([token for _, token in walks], p.shape[-1])
-    return walks
+    return dict(zip(rows, walks, strict=True))
 
 
 def _by_verdict(

@@ -60,7 +60,7 @@ class _Rejected(NamedTuple):
 
 
 # yields rejected drafts; receives the mass left of p, and p / q of the draft that follows
-_Walk = Generator[_Rejected, tuple[float, float], list[int]]
+_TreeWalk = Generator[_Rejected, tuple[float, float], list[int]]
 
 
 def traverse(p: Tensor, proposal: Proposal, flips: Sequence[Flip]) -> list[list[int]]:
@@ -88,7 +88,7 @@ def traverse(p: Tensor, proposal: Proposal, flips: Sequence[Flip]) -> list[list[
     return paths
 
 
-def _walk(children: dict[int, list[int]], ratios: list[float], flip: Flip) -> _Walk:
+def _walk(children: dict[int, list[int]], ratios: list[float], flip: Flip) -> _TreeWalk:
     """The walk of one row, without its distributions; ratios [K]: p / q of every draft before any
     of its siblings was tried. Returns the accepted nodes."""
     ratios = list(ratios)
