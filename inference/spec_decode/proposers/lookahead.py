@@ -65,12 +65,18 @@ class JacobiWindow:
         tokens: list[int] = []
         parents: list[int] = []
         above: list[int] = []  # nodes of the level before, column by column
-        for level in self.levels:
-            nodes = [*range(first + len(tokens), first + len(tokens) + len(level))]
+        for depth, level in enumerate(self.levels):
+            start = first + len(tokens)
+            nodes = list(range(start, start + len(level)))
             tokens += level
-            # level 0 is a chain behind the last token, which is its first column
-            parents += above or [-1, *nodes][:-1]
-            above = nodes if above else [-1, *nodes]
+            if depth == 0:
+                # a chain behind the last token, which is its first column
+                columns = [-1, *nodes]
+                parents += columns[:-1]
+                above = columns
+            else:
+                parents += above
+                above = nodes
         return tokens, parents
 
     def read_at(self, first: int) -> list[int]:

@@ -40,8 +40,10 @@ class NgramIndex(SuffixIndex):
         self.matched = len(matches)
         start = int(matches[-1][-2])  # the last place is the text's own end
         drafts = token_ids[start : start + count]
-        while len(drafts) < count:  # the text ended: what it ends with is repeated
-            drafts.append(drafts[start - len(token_ids)])
+        # where the text ends before `count` tokens, what it ends with is repeated
+        period = len(token_ids) - start
+        while len(drafts) < count:
+            drafts.append(drafts[len(drafts) - period])
         return drafts
 
 

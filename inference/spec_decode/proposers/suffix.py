@@ -34,6 +34,13 @@ class Draft(NamedTuple):
     score: float
 
 
+class Match(NamedTuple):
+    """places: where a pattern ends in the texts. budget: drafts that its length allows."""
+
+    places: np.ndarray
+    budget: int
+
+
 class SuffixIndex:
     """Texts, and where each token stands in them, counted from 1: all that is needed to count what
     followed a pattern."""
@@ -77,9 +84,11 @@ class SuffixIndex:
         text = np.frombuffer(self._text, dtype=np.int32)
         tokens: list[int] = []
         sure: list[float] = []
-        probability, score = 1.0, 0.0
+        probability = 1.0
+        score = 0.0
         while len(tokens) < most:
-            count, places = len(places), places + 1
+            count = len(places)
+            places = places + 1
             following = Counter(text[places[::-1]].tolist())  # the latest first
             following.pop(END, None)
             if not following:
@@ -103,13 +112,16 @@ class SuffixProposer(Proposer):
 
     def __init__(self, options: SuffixOptions, device: torch.device | str = "cpu") -> None:
         super().__init__(options.most_drafts)
-        self._depth, self._device = options.suffix_decoding_max_tree_depth, device
+        self._depth = options.suffix_decoding_max_tree_depth
+        self._device = device
         self._factor = options.suffix_decoding_max_spec_factor
         self._least_probability = options.suffix_decoding_min_token_prob
         # of the last `most` responses at least, and of fewer than twice as many: a second index is
         # filled too, and takes over when it holds enough
         self._most_served = options.suffix_decoding_max_cached_requests
-        self._served, self._next, self._num_served = SuffixIndex(), SuffixIndex(), 0
+        self._served = SuffixIndex()
+        self._next = SuffixIndex()
+        self._num_served = 0
 
     @override
     def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> Proposal:
@@ -117,28 +129,41 @@ class SuffixProposer(Proposer):
             self.reset(row)
         drafts = []
         for row, (request, limit) in enumerate(zip(requests, limits, strict=True)):
-            _, own = self.rows.setdefault(row, (request, SuffixIndex()))
-            own.extend(request.token_ids[len(own) :])
-            drafts.append(self._draft(own, request, min(limit, self.num_speculative_tokens)))
-        tokens, sure = [draft.tokens for draft in drafts], [draft.sure for draft in drafts]
+            _, text = self.rows.setdefault(row, (request, SuffixIndex()))
+            text.extend(request.token_ids[len(text) :])
+            drafts.append(self._draft(text, request, min(limit, self.num_speculative_tokens)))
+        tokens = [draft.tokens for draft in drafts]
+        sure = [draft.sure for draft in drafts]
         return Proposal.deterministic(tokens, self._device, confidence=sure)
 
-    def _draft(self, own: SuffixIndex, request: Request, most: int) -> Draft:
+    def _draft(self, text: SuffixIndex, request: Request, most: int) -> Draft:
         """The draft with the highest score of all matches. Ties: the request's own text, then the
         longest match."""
         best = Draft([], [], 0.0)
-        for index in (own, self._served):
-            # matches at as many places are the same ones: the length that allows the most drafts
-            matches: dict[int, tuple[int, np.ndarray]] = {}
-            for length, places in enumerate(index.matches(request.token_ids[1 - self._depth :]), 1):
-                budget = min(most, int(length * self._factor + 1e-6), self._depth - length)
-                before, _ = matches.get(len(places), (0, places))
-                matches[len(places)] = max(budget, before), places
-            for budget, places in reversed(matches.values()):
-                if budget > best.score:
-                    draft = index.follow(places, budget, self._least_probability)
-                    best = draft if draft.score > best.score else best
+        for index in (text, self._served):
+            for match in self._matches(index, request, most):
+                # no draft scores more than its length
+                if match.budget <= best.score:
+                    continue
+                draft = index.follow(match.places, match.budget, self._least_probability)
+                if draft.score > best.score:
+                    best = draft
         return best
+
+    def _matches(self, index: SuffixIndex, request: Request, most: int) -> list[Match]:
+        """The different matches of the request's last tokens, the longest first.
+
+        A longer pattern ends at some of the places of a shorter one. If it ends at as many, the
+        two go on alike, and are one match: with the budget of the length that allows more."""
+        matches: list[Match] = []  # the shortest first
+        context = request.token_ids[1 - self._depth :]
+        for length, places in enumerate(index.matches(context), 1):
+            per_length = int(length * self._factor + 1e-6)
+            budget = min(most, per_length, self._depth - length)
+            if matches and len(matches[-1].places) == len(places):
+                budget = max(budget, matches.pop().budget)
+            matches.append(Match(places, budget))
+        return matches[::-1]
 
     def reset(self, row: int) -> None:
         """Forgets the row; a response that was finished there is remembered."""
@@ -150,7 +175,8 @@ class SuffixProposer(Proposer):
             index.extend(request.output_token_ids)
         self._num_served += 1
         if self._num_served % self._most_served == 0:
-            self._served, self._next = self._next, SuffixIndex()
+            self._served = self._next
+            self._next = SuffixIndex()
 
 
 class SuffixOptions(MethodOptions):
