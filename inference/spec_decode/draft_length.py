@@ -46,7 +46,8 @@ class DraftLength:
     drafting off. No row has more than its request allows."""
 
     def __init__(self, num_speculative_tokens: int, schedule: Schedule | None = None) -> None:
-        self.num_speculative_tokens, self._schedule = num_speculative_tokens, schedule or ()
+        self.num_speculative_tokens = num_speculative_tokens
+        self._schedule = schedule or ()
 
     def attach(self, proposer: Proposer, forward: Forward) -> None:
         """Called once, by the engine. `forward`: a forward of the target whose time can be
@@ -82,36 +83,46 @@ class Acceptance:
     given up is tried again."""
 
     def __init__(self, depth: int) -> None:
-        self._accepted, self._tried = [0.0] * depth, [0.0] * depth
-        self._came, self._expected = PRIOR_OUTCOMES, PRIOR_OUTCOMES  # with a known confidence
+        # by depth, of all drafts that were reached
+        self._accepted = [0.0] * depth
+        self._reached = [0.0] * depth
+        # of reached drafts with a known confidence: as many as were accepted, and as many as were
+        # to be expected by the confidence alone
+        self._confident_accepted = PRIOR_OUTCOMES
+        self._confident_expected = PRIOR_OUTCOMES
 
     def rates(self, depth: int) -> list[float]:
         """P(draft k is accepted | the drafts before it are) [depth]."""
-        rates, before = [], PRIOR_ACCEPTANCE
-        for accepted, tried in zip(self._accepted[:depth], self._tried, strict=False):
-            before = (accepted + PRIOR_OUTCOMES * before) / (tried + PRIOR_OUTCOMES)
-            rates.append(before)
+        rates: list[float] = []
+        rate = PRIOR_ACCEPTANCE
+        for accepted, reached in zip(self._accepted[:depth], self._reached, strict=False):
+            rate = (accepted + PRIOR_OUTCOMES * rate) / (reached + PRIOR_OUTCOMES)
+            rates.append(rate)
         return rates
 
-    def given(self, confidence: Sequence[float]) -> list[float]:
+    def by_confidence(self, confidence: Sequence[float]) -> list[float]:
         """The same of drafts whose confidence is known: κ times it, κ = accepted ÷ expected."""
-        kappa = self._came / self._expected
-        return [min(kappa * c, MOST_LIKELY) for c in confidence]
+        kappa = self._confident_accepted / self._confident_expected
+        return [min(kappa * sure, MOST_LIKELY) for sure in confidence]
 
     def learn(
         self, verified: Sequence[int], accepted: Sequence[int], confidences: Confidences
     ) -> None:
         """Verified and accepted [B]; confidences of the depths where they were known."""
-        self._accepted = [KEPT * x for x in self._accepted]
-        self._tried = [KEPT * x for x in self._tried]
-        self._came, self._expected = KEPT * self._came, KEPT * self._expected
-        for b, (count, kept) in enumerate(zip(verified, accepted, strict=True)):
-            for k in range(min(kept + 1, count)):
-                self._tried[k] += 1
-                self._accepted[k] += k < kept
+        self._accepted = [KEPT * count for count in self._accepted]
+        self._reached = [KEPT * count for count in self._reached]
+        self._confident_accepted *= KEPT
+        self._confident_expected *= KEPT
+        for row, (num_verified, num_accepted) in enumerate(zip(verified, accepted, strict=True)):
+            # the first draft that is not accepted was reached, those behind it were not
+            num_reached = min(num_accepted + 1, num_verified)
+            for k in range(num_reached):
+                was_accepted = k < num_accepted
+                self._reached[k] += 1
+                self._accepted[k] += was_accepted
                 if k < len(confidences):
-                    self._expected += min(confidences[k][b], MOST_LIKELY)
-                    self._came += k < kept
+                    self._confident_expected += min(confidences[k][row], MOST_LIKELY)
+                    self._confident_accepted += was_accepted
 
 
 class RoundPlan:
@@ -123,7 +134,10 @@ class RoundPlan:
     forced_length        drafts to be verified whether they pay or not
     committed_length     drafts that will be verified, in every row that has as many
     confidences          [d][B] shown so far
-    """
+
+    The rate ρ is the best expected number of tokens per time of this round. The gain of w further
+    drafts is the sum of S over rows and depths, the tokens that they are expected to commit; they
+    pay if that is more than ρ times their time."""
 
     def __init__(
         self,
@@ -132,17 +146,26 @@ class RoundPlan:
         verify: Sequence[float],
         draft: Sequence[float],
     ) -> None:
-        self._acceptance, self.room = acceptance, list(room)
-        self._verify, self._draft = verify, draft
-        self._means = [[a] * len(room) for a in acceptance.rates(max(room))]  # [K][B]
-        self._survival = [1.0] * len(room)  # [B] that the committed drafts are all accepted
-        self.committed_length = self.forced_length = 0
+        self._acceptance = acceptance
+        self.room = list(room)
+        self._verify = verify
+        self._draft = draft
+        most = max(room)
+        # [most][B]: acceptance of a draft whose confidence is not known
+        self._mean_acceptance = [[rate] * len(room) for rate in acceptance.rates(most)]
+        # [B]: S, the probability that the committed drafts are all accepted
+        self._survival = [1.0] * len(room)
+        self.committed_length = 0
+        self.forced_length = 0
         self.confidences: list[Sequence[float]] = []
-        tokens = accumulate([float(len(room)), *self._gains()])
-        ratios = [t / (v + d) for t, v, d in zip(tokens, verify, draft, strict=False)]
-        self._rate = max(ratios)  # ρ
-        self.best_nonzero_length = max(range(1, max(room) + 1), key=ratios.__getitem__)
-        self.best_length = self.best_nonzero_length if ratios[0] < self._rate else 0
+        # a round commits a token of each row, and what its drafts gain
+        expected_tokens = list(accumulate(self._gains(), initial=float(len(room))))
+        rates = [
+            expected_tokens[length] / (verify[length] + draft[length]) for length in range(most + 1)
+        ]
+        self._rate = max(rates)  # ρ
+        self.best_nonzero_length = max(range(1, most + 1), key=rates.__getitem__)
+        self.best_length = self.best_nonzero_length if rates[0] < self._rate else 0
 
     def relative_time(self, drafts: int) -> float:
         """The time of a round that drafts and verifies so many, in plain decoding steps."""
@@ -151,38 +174,53 @@ class RoundPlan:
     def decide_next(self, confidence: Sequence[float], *, drafted: bool) -> int:
         """The number of drafts to go on with, the next one included, given its confidence [B]; 0 is
         final. `drafted`: the chain is there already, and costs nothing more."""
-        k, this = self.committed_length, self._acceptance.given(confidence)
+        acceptance = self._acceptance.by_confidence(confidence)
         self.confidences.append(confidence)
-        further = max(self._best(self._gains(this), drafted), self.forced_length - k)
+        paying = self._most_paying(self._gains(acceptance), drafted=drafted)
+        further = max(paying, self.forced_length - self.committed_length)
         if further:
-            self._survival, self.committed_length = self._survives(self._survival, k, this), k + 1
+            self._survival = self._survives(self._survival, self.committed_length, acceptance)
+            self.committed_length += 1
         return further
 
-    def _survives(self, survival: Sequence[float], k: int, rates: Sequence[float]) -> list[float]:
-        """Survival [B] of draft k + 1, 0 in rows without such a draft."""
-        return [s * a * (k < limit) for s, a, limit in zip(survival, rates, self.room)]
+    def _survives(
+        self, survival: Sequence[float], k: int, acceptance: Sequence[float]
+    ) -> list[float]:
+        """S [B] of the first k + 1 drafts from that of the first k and the acceptance of the next;
+        0 in rows without such a draft."""
+        return [
+            before * rate if k < limit else 0.0
+            for before, rate, limit in zip(survival, acceptance, self.room, strict=True)
+        ]
 
     def _gains(self, *known: Sequence[float]) -> list[float]:
         """Expected accepted tokens, over all rows, of each further depth. known: acceptance [B] of
         the next one; those behind it have the means of their depths."""
-        survival, gains = self._survival, []
-        first = self.committed_length
-        for k, rates in enumerate([*known, *self._means[first + len(known) :]], first):
-            survival = self._survives(survival, k, rates)
+        survival = self._survival
+        gains: list[float] = []
+        first_unknown = self.committed_length + len(known)
+        acceptances = [*known, *self._mean_acceptance[first_unknown:]]
+        for k, acceptance in enumerate(acceptances, self.committed_length):
+            survival = self._survives(survival, k, acceptance)
             gains.append(sum(survival))
         return gains
 
-    def _best(self, gains: Sequence[float], drafted: bool) -> int:
+    def _most_paying(self, gains: Sequence[float], *, drafted: bool) -> int:
         """How many further drafts gain the most over ρ times their time; 0 if none gains any. The
         forward that gave the next draft's confidence has been paid for."""
-        k, best, most, gained = self.committed_length, 0, 0.0, 0.0
-        for w, gain in enumerate(gains, k + 1):
-            gained += gain
-            drafting = 0.0 if drafted else self._draft[w] - self._draft[k + 1]
-            time = self._verify[w] - self._verify[k] + drafting
-            if gained - self._rate * time > most:
-                best, most = w - k, gained - self._rate * time
-        return best
+        committed = self.committed_length
+        most_paying = 0
+        largest_surplus = 0.0
+        for further, gain in enumerate(accumulate(gains), 1):
+            length = committed + further
+            time = self._verify[length] - self._verify[committed]
+            if not drafted:
+                time += self._draft[length] - self._draft[committed + 1]
+            surplus = gain - self._rate * time
+            if surplus > largest_surplus:
+                most_paying = further
+                largest_surplus = surplus
+        return most_paying
 
 
 class AdaptiveDraftLength(DraftLength):
@@ -226,17 +264,26 @@ class AdaptiveDraftLength(DraftLength):
         self._plan = plan
         if self._idle * PROBE_SHARE > plan.relative_time(plan.best_nonzero_length) - 1:
             plan.forced_length = plan.best_nonzero_length
-        depth = max(plan.best_length, plan.forced_length)
-        free = draft[most] - draft[depth] < FREE_DRAFTING * verify[0]
-        if not free and not (depth and self._stops_early):  # where `go_on` stops the proposer
-            most = depth
+        most = self._drafted_length(plan, most, verify, draft)
         return [min(limit, most) for limit in room]
+
+    def _drafted_length(
+        self, plan: RoundPlan, most: int, verify: Sequence[float], draft: Sequence[float]
+    ) -> int:
+        """How many tokens are drafted, `most` at most; how many of them are verified is decided
+        after each confidence."""
+        length = max(plan.best_length, plan.forced_length)
+        if draft[most] - draft[length] < FREE_DRAFTING * verify[0]:
+            return most  # the rest takes no time
+        if length and self._stops_early:
+            return most  # `go_on` ends drafting where it does not pay
+        return length
 
     @override
     def settle(self, proposal: Proposal) -> Proposal:
         plan = self._plan
         if plan is None or plan.confidences or not proposal.width:
-            return proposal
+            return proposal  # nothing to decide, or decided while it was drafted
         plan.room = [min(pair) for pair in zip(plan.room, proposal.counts, strict=True)]
         if proposal.confidence is None:
             plan.committed_length = max(plan.best_length, plan.forced_length)
@@ -248,7 +295,8 @@ class AdaptiveDraftLength(DraftLength):
 
     @override
     def learn(self, verified: Sequence[int], accepted: Sequence[int]) -> None:
-        plan, width = self._plan, max(verified)
+        plan = self._plan
+        width = max(verified)
         if plan is None:
             return
         if not width:

@@ -137,7 +137,7 @@ def test_a_drafter_that_is_too_sure_is_found_out():
     for _ in range(300):
         rows.round([0.3] * K, [0.95] * K)
     assert np.mean(rows.widths[-200:]) < 0.3
-    assert rows.length._acceptance.given([0.9]) == pytest.approx([0.3], abs=0.1)
+    assert rows.length._acceptance.by_confidence([0.9]) == pytest.approx([0.3], abs=0.1)
 
 
 def test_what_was_given_up_is_tried_again():
