@@ -22,7 +22,7 @@ from tests.support.engines import make_llm
 
 PROMPTS = [[3 + (i * i * 7 + n) % 120 for i in range(n)] for n in (9, 4, 17, 30)]
 WRITTEN = 48
-SERVE = Path(__file__).with_name("serve_in_vllm.py")
+SERVE = Path(__file__).parent / "programs" / "serve_in_vllm.py"
 
 
 @pytest.fixture(scope="session")

@@ -22,7 +22,7 @@ from draftsmith.speculators.export.serving_commands import vllm_method
 from draftsmith.speculators.target.frozen_target import FrozenTarget, TargetFeatures
 from tests.support.engines import make_llm
 from tests.support.forked import free_port
-from tests.support.serve_in_vllm import SETTINGS as ENVIRONMENT
+from tests.support.programs.serve_in_vllm import SETTINGS as ENVIRONMENT
 from tests.support.vllm import (  # noqa: F401 (fixtures)
     PROMPTS,
     WRITTEN,

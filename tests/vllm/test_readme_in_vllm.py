@@ -21,7 +21,7 @@ from tests.support.newcomer import (
     own_commands,
     run,
 )
-from tests.support.serve_in_vllm import SETTINGS
+from tests.support.programs.serve_in_vllm import SETTINGS
 from tests.support.vllm import wait_for
 
 # vLLM's package for CPUs lacks what its command `vllm` reads of its own version.

@@ -1,5 +1,5 @@
 """Real vLLM on a CPU, in a process and an environment of its own: a job per line in, an answer per
-line out, as JSON.
+line out, as JSON. It lies apart: a program imports files beside it in place of packages.
 
 A job is a dict: `model`, `prompts` (lists of token ids), `max_tokens`, and perhaps
 `speculative_config`, `options` of the LLM and `sampling`, further SamplingParams. Its answer:
@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
-BRIDGE = Path(__file__).resolve().parents[2] / "inference" / "vllm_bridge"
+BRIDGE = Path(__file__).resolve().parents[3] / "inference" / "vllm_bridge"
 SETTINGS = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine here, where its drafts can be seen
