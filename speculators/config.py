@@ -225,7 +225,8 @@ class DecoderConfig(DrafterConfig):
 
 def decoder_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     """DecoderConfig fields of a Llama config.json; transformers' defaults if missing."""
-    heads, width = fields["num_attention_heads"], fields["hidden_size"]
+    heads = fields["num_attention_heads"]
+    width = fields["hidden_size"]
     return dict(
         hidden_size=width,
         num_layers=fields.get("num_hidden_layers", 1),

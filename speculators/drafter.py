@@ -146,7 +146,8 @@ def valid_terms(features: Any, shift: int) -> Tensor:
 
     It is valid if that token is a response token of the same packed document as slot t.
     """
-    segments, mask = features.segment_ids, features.loss_mask.bool()
+    segments = features.segment_ids
+    mask = features.loss_mask.bool()
     valid = torch.zeros_like(mask)
     span = mask.shape[1] - shift
     if span > 0:

@@ -188,7 +188,8 @@ def read_drafter_config(
     they may say what config.json does not."""
     folder = resolve(path_or_id, weights=not config_only)
     names = set() if config_only else set(_headers(folder))
-    fields, where = read_fields(folder), f"{folder}/config.json"
+    fields = read_fields(folder)
+    where = f"{folder}/config.json"
     written_as = layout_of(fields, names, str(folder))
     plain = written_as.from_engine(fields, where)
     return written_as.layout.from_config(Source(plain, names, where, num_target_layers))
@@ -222,5 +223,6 @@ def load_drafter(
 
 def load_weights(drafter: Drafter, folder: Path) -> None:
     """Fills all of `drafter` from the tensors of `folder`, strictly."""
-    headers, fields = _headers(folder), read_fields(folder)
+    headers = _headers(folder)
+    fields = read_fields(folder)
     layout_of(fields, set(headers), str(folder)).layout.read(drafter, folder)

@@ -47,7 +47,8 @@ def convert(
     `dtype`: auto is the folder's own. `provenance`: facts that the folder lacks, such as its
     `target`. `num_target_layers`: for published heads that do not name their taps. CheckpointError
     for an incomplete folder, ConfigError if the format has no place for the drafter."""
-    folder, out = resolve(path_or_id), Path(out)
+    folder = resolve(path_or_id)
+    out = Path(out)
     if out.exists() and out.samefile(folder):
         raise ConfigError(
             f"{out} is the folder that is read; name another one to write", where="export"
@@ -71,7 +72,9 @@ def write_back(export: str | Path, target: str | Path, out: str | Path) -> Path:
 
     Shards, other tensors, dtypes and every other file stay as they are. CheckpointError names the
     tensors that the target lacks or has in another shape."""
-    export, target, out = Path(export), Path(target), Path(out)
+    export = Path(export)
+    target = Path(target)
+    out = Path(out)
     if out.exists() and out.samefile(target):
         raise CheckpointError(
             f"{out} is the target itself; name another folder", where="write_back"

@@ -104,7 +104,8 @@ def format_of(fields: Mapping[str, Any]) -> str:
 def layout_of(fields: Mapping[str, Any], names: set[str], where: str) -> Format:
     """The layout that config.json names, or the first that recognises the folder."""
     own = fields.get("draftsmith") or {}
-    family, format_ = own.get("family"), own.get("format", NATIVE)
+    family = own.get("family")
+    format_ = own.get("format", NATIVE)
     layout = LAYOUTS.get((format_, family or ""))
     if family is None:
         unnamed = (row for row in _TABLE if row.names not in NAMED_ONLY)

@@ -149,7 +149,8 @@ def _read_files(result: Inspection) -> None:
 
 def _read_config(result: Inspection, written_as: Format, layers: int | None) -> DrafterConfig:
     """The config in the terms of vLLM's own format. DraftsmithError if it cannot be read."""
-    layout, names = written_as.layout, set(result.headers)
+    layout = written_as.layout
+    names = set(result.headers)
     if layout.bare:
         if prefixed := sorted(name for name in names if name.startswith(base.PREFIX)):
             text = f"{prefixed[0]} and {len(prefixed) - 1} more names begin with it; leave it out"

@@ -42,9 +42,12 @@ class Attention(nn.Module):
 
     def __init__(self, config: Any, index: int) -> None:
         super().__init__()
-        width, self.head_dim, self.index = config.hidden_size, config.head_dim, index
+        width = config.hidden_size
+        self.head_dim = config.head_dim
+        self.index = index
         queries = config.num_attention_heads * self.head_dim
-        keys, bias = config.num_key_value_heads * self.head_dim, config.attention_bias
+        keys = config.num_key_value_heads * self.head_dim
+        bias = config.attention_bias
         self.q_proj = nn.Linear(width, queries, bias=bias)
         self.k_proj = nn.Linear(width, keys, bias=bias)
         self.v_proj = nn.Linear(width, keys, bias=bias)
@@ -112,7 +115,8 @@ class DraftsmithDFlash(DraftsmithHead):
 
     def __init__(self, config: DraftsmithConfig) -> None:
         super().__init__(config)
-        width, eps = config.hidden_size, config.rms_norm_eps
+        width = config.hidden_size
+        eps = config.rms_norm_eps
         self.fc = nn.Linear(len(config.target_layer_ids) * width, width, bias=False)
         self.hidden_norm = Qwen3RMSNorm(width, eps=eps)
         self.layers = nn.ModuleList(Layer(config, i) for i in range(config.num_hidden_layers))
@@ -151,7 +155,8 @@ class DraftsmithMtp(DraftsmithHead):
 
     def __init__(self, config: DraftsmithMtpConfig) -> None:
         super().__init__(config)
-        width, eps = config.hidden_size, config.rms_norm_eps
+        width = config.hidden_size
+        eps = config.rms_norm_eps
         self.input_proj = nn.Linear(2 * width, width, bias=False)
         self.layer = Layer(config, 0)
         self.embed_norm, self.hidden_norm, self.final_norm = (
@@ -188,14 +193,14 @@ class DraftsmithMtp(DraftsmithHead):
         context_hidden_states [1, n, H] -> states [1, K + 1, H], whose first is not read."""
         if not self._target:
             raise ValueError("this head uses its target's embedding: call head.attach(model) first")
-        embed, output = (
-            self._target[0].get_input_embeddings(),
-            self._target[0].get_output_embeddings(),
-        )
+        embed = self._target[0].get_input_embeddings()
+        output = self._target[0].get_output_embeddings()
         cache = past_key_values if cache is None else cache  # its name until 5.23
-        n, newest = context_hidden_states.shape[1], noise_embeds[:, :1]
+        n = context_hidden_states.shape[1]
+        newest = noise_embeds[:, :1]
         embeds = torch.cat([embed(self._read[:, 1:n]), newest], dim=1)
-        state, positions = context_hidden_states.to(self.dtype), position_ids[:, :n]
+        state = context_hidden_states.to(self.dtype)
+        positions = position_ids[:, :n]
         states = [newest.to(self.dtype)]
         for depth in range(noise_embeds.shape[1] - 1):
             if depth:
@@ -204,7 +209,8 @@ class DraftsmithMtp(DraftsmithHead):
             state = self._run(embeds, state, positions, attention_mask, cache)[:, -1:]
             states.append(state)
         # The generator takes K + 1 entries off the cache; K - 1 are those of drafts.
-        heads, width = self.config.num_key_value_heads, self.config.head_dim
+        heads = self.config.num_key_value_heads
+        width = self.config.head_dim
         unused = states[0].new_zeros(1, heads, 2, width)
         cache.update(unused, unused, 0)
         return BaseModelOutput(last_hidden_state=torch.cat(states, dim=1))
@@ -214,7 +220,8 @@ class DraftsmithMtp(DraftsmithHead):
     ) -> Tensor:
         embeds = embeds.to(self.dtype).masked_fill((positions == 0)[..., None], 0)  # as vLLM does
         x = self.input_proj(torch.cat([self.hidden_norm(state), self.embed_norm(embeds)], dim=-1))
-        first, Q = cache.get_seq_length(), x.shape[1]
+        first = cache.get_seq_length()
+        Q = x.shape[1]
         seen = self.keys_seen(Q, first, first + Q, mask)
         none = x[:, :0]
         return self.final_norm(self.layer(x, none, self.rotary_emb(x, positions), seen, cache))

@@ -57,7 +57,8 @@ class SlotwiseDrafter(Drafter):
     def unroll(self, features: TargetFeatures, steps: int) -> Iterator[DraftStep]:
         """`steps` depths; depth k of slot t reads the token at t + 1 + k and matches its target. A
         slot goes on while a term is to come."""
-        ids, device = features.input_ids.flatten(), features.input_ids.device
+        ids = features.input_ids.flatten()
+        device = features.input_ids.device
         batch = host_batch(features)
         terms_of = [valid_terms(batch, depth + 2) for depth in range(steps)]
         valid = torch.stack(terms_of).flatten(1)  # [K, B·T], in the host's memory, as all indices
@@ -65,7 +66,8 @@ class SlotwiseDrafter(Drafter):
         state = self.start(features.last_hidden.flatten(0, 1)[to_device(slots, device)])
         for depth in range(steps):
             going = valid[depth:, slots].any(0).nonzero().flatten()
-            slots, state = slots[going], state[to_device(going, device)]
+            slots = slots[going]
+            state = state[to_device(going, device)]
             tokens = ids[to_device(slots + 1 + depth, device)]
             state = kept_or_recomputed(self.traits.recomputes, self.advance, state, tokens, depth)
             terms = valid[depth, slots].nonzero().flatten()
@@ -90,10 +92,8 @@ class SlotwiseDrafter(Drafter):
     def draft_steps(self, inputs: DraftInput, k: int) -> DraftSteps:
         """See `Drafter.draft_steps`."""
         self.append(inputs)
-        state, token_ids = (
-            self.start(inputs.newest(inputs.last_hidden)),
-            inputs.newest(inputs.token_ids),
-        )
+        state = self.start(inputs.newest(inputs.last_hidden))
+        token_ids = inputs.newest(inputs.token_ids)
         for depth in range(k):
             state = self.advance(state, token_ids, depth)
             token_ids = yield DraftLogits(self.head(self.read(state, depth), depth))
@@ -101,11 +101,11 @@ class SlotwiseDrafter(Drafter):
     def draft_tree(self, inputs: DraftInput, k: int, grow: Grow) -> None:
         """See `Drafter.draft_tree`. Heads that read no draft are computed once per depth."""
         self.append(inputs)
-        state, tokens = (
-            self.start(inputs.newest(inputs.last_hidden)),
-            inputs.newest(inputs.token_ids),
-        )
-        states, tokens, depth = state[:, None], tokens[:, None], 0  # [b, w, S], [b, w]
+        state = self.start(inputs.newest(inputs.last_hidden))
+        tokens = inputs.newest(inputs.token_ids)
+        states = state[:, None]  # [b, w, S]
+        tokens = tokens[:, None]  # [b, w]
+        depth = 0
         while True:
             rows = states if self.traits.reads_drafts else states[:, :1]
             b, w = rows.shape[:2]
@@ -114,5 +114,6 @@ class SlotwiseDrafter(Drafter):
             if (level := grow(logits.expand(-1, tokens.shape[1], -1))) is None:
                 return
             state = state.unflatten(0, (b, w)).expand(-1, tokens.shape[1], -1)
-            states, tokens = level.of_parents(state), level.token_ids
+            states = level.of_parents(state)
+            tokens = level.token_ids
             depth += 1

@@ -144,7 +144,8 @@ class DFlashOptions(DecoderOptions, TapOptions):
     @classmethod
     def all_depths(cls, given: dict[str, Any]) -> Any:
         fields = {name: field.default for name, field in cls.model_fields.items()} | given
-        size, anchored = fields["block_size"], fields.get("sample_from_anchor", False)
+        size = fields["block_size"]
+        anchored = fields.get("sample_from_anchor", False)
         return max(size - (not anchored), 1) if isinstance(size, int) else None
 
     @override
@@ -201,7 +202,8 @@ class DFlash(Drafter):
 
     def __init__(self, config: DFlashConfig) -> None:
         super().__init__(config)
-        width, eps = config.hidden_size, config.rms_norm_eps
+        width = config.hidden_size
+        eps = config.rms_norm_eps
         self.fc = nn.Linear(len(config.tap_layers) * config.target_hidden_size, width, bias=False)
         self.hidden_norm = RMSNorm(width, eps=eps)
         self.layers = nn.ModuleList(self.make_layer(config) for _ in range(config.num_layers))
@@ -244,7 +246,8 @@ class DFlash(Drafter):
 
     def start_weights(self, target: TargetHead) -> None:
         """Layers that hardly add to their input, the taps' mean, the target's norm and head."""
-        width, taps = self.config.hidden_size, len(self.config.tap_layers)
+        width = self.config.hidden_size
+        taps = len(self.config.tap_layers)
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=0.5 * module.in_features**-0.5)
@@ -352,9 +355,11 @@ class DFlash(Drafter):
 
     def blocks_of(self, features: TargetFeatures, steps: int) -> BlockBatch:
         """The blocks of `steps` predicting slots that a batch trains."""
-        ids, positions = features.input_ids, features.position_ids
+        ids = features.input_ids
+        positions = features.position_ids
         slots, terms, kept = self._terms(host_batch(features), steps)
-        Q, T = steps + self.config.first_slot, ids.shape[1]
+        Q = steps + self.config.first_slot
+        T = ids.shape[1]
         # of slots that wrap no block is trained
         path = [to_device((slots + 1 + depth) % T, ids.device) for depth in range(steps)]
         last = to_device(torch.where(kept, slots, -1), ids.device)
@@ -377,7 +382,8 @@ class DFlash(Drafter):
 
     def unroll(self, features: TargetFeatures, steps: int) -> Iterator[DraftStep]:
         """One forward of blocks of `steps` predicting slots, then a step per depth."""
-        batch, ids = self.blocks_of(features, steps), features.input_ids
+        batch = self.blocks_of(features, steps)
+        ids = features.input_ids
         rows = ids.shape[1] * torch.arange(len(ids))[:, None]
         context = self._project_context(batch.context, batch.context_rotary)
         attends = [self.attend_blocks(pair, batch.blocks) for pair in context]
@@ -410,7 +416,10 @@ class DFlash(Drafter):
 
     def append(self, inputs: DraftInput) -> None:
         """See `Drafter.append`: the context's keys and values of each layer."""
-        cache, start, stop, M = inputs.cache, inputs.start, inputs.stop, inputs.taps.shape[1]
+        cache = inputs.cache
+        start = inputs.start
+        stop = inputs.stop
+        M = inputs.taps.shape[1]
         rotary = self._rotary(cache, start, stop, M, inputs.taps)
         view = cache.view(start, stop, M)
         for i, (key, value) in enumerate(self.context(inputs.taps, rotary)):
@@ -456,7 +465,8 @@ class DFlash(Drafter):
         them."""
         Q = k + self.config.first_slot
         ids = self.block_ids(anchor_ids, Q)
-        view, mask = cache.view(start, stop, Q), self._mask(cache, start, stop, Q)
+        view = cache.view(start, stop, Q)
+        mask = self._mask(cache, start, stop, Q)
         attends = cached_attends(view, mask, Q, len(self.layers))
         rotary = self._rotary(cache, start, stop, Q, anchor_ids)
         states = self.run(self.target.embed_tokens(ids), rotary, attends, Q)

@@ -73,8 +73,10 @@ class BlockConv(nn.Module):
 
     def __init__(self, config: DFlash2Config) -> None:
         super().__init__()
-        taps, width = config.conv_kernel_size, config.hidden_size
-        self.taps, self.group = taps, config.conv_group_size
+        taps = config.conv_kernel_size
+        width = config.hidden_size
+        self.taps = taps
+        self.group = config.conv_group_size
         self.base_kernel = nn.Parameter(torch.zeros(2, taps, width))
         self.kernel_projection = nn.Linear(width, 2 * taps * (width // self.group), bias=False)
 
@@ -99,7 +101,8 @@ class ConvLayer(DecoderLayer):
 
     def __init__(self, config: DFlash2Config) -> None:
         super().__init__(config)
-        self.attention_conv, self.mlp_conv = BlockConv(config), BlockConv(config)
+        self.attention_conv = BlockConv(config)
+        self.mlp_conv = BlockConv(config)
 
     def forward(self, state: Tensor, rotary: Rotary, attend: Attend, slots: int) -> Tensor:  # type: ignore[override]
         """state [B, A·slots, H] -> the same of the next layer."""
@@ -125,7 +128,8 @@ class Selector(nn.Module):
 
     def __init__(self, config: DFlash2Config) -> None:
         super().__init__()
-        vocabulary, rank = config.vocab_size, config.selector_rank
+        vocabulary = config.vocab_size
+        rank = config.selector_rank
         self.predecessor_codebook = nn.Parameter(torch.empty(vocabulary, rank))
         self.successor_codebook = nn.Parameter(torch.empty(vocabulary, rank))
         self.hidden_projection = nn.Linear(config.hidden_size, rank, bias=False)

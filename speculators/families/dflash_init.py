@@ -55,7 +55,8 @@ def start_from_least_squares(
             batch.advance(layer)
     states = torch.cat([batch.states() for batch in batches])
     head.norm.weight.mul_(states.square().mean(-1).sqrt().mean())
-    before, left = [batch.before for batch in batches], [batch.left() for batch in batches]
+    before = [batch.before for batch in batches]
+    left = [batch.left() for batch in batches]
     return torch.cat(before), torch.cat(left)
 
 
@@ -63,7 +64,8 @@ class _Slots:
     """The blocks of one batch on their way through the layers."""
 
     def __init__(self, head: Any, target: TargetHead, features: TargetFeatures) -> None:
-        self.head, depths = head, head.config.max_drafts
+        self.head = head
+        depths = head.config.max_drafts
         self.batch = head.blocks_of(features, depths)
         self.state = self.batch.embeds.to(head.fc.weight.dtype)
         terms = self.batch.terms.permute(1, 2, 0)  # [B, A, K]
@@ -93,7 +95,8 @@ class _Slots:
     def attended(self, layer: DecoderLayer) -> Tensor:
         """[N, h, H]: the mean input that each attention head sees."""
         assert layer.input_layernorm is not None
-        attention, x = layer.self_attn, layer.input_layernorm(self.state)
+        attention = layer.self_attn
+        x = layer.input_layernorm(self.state)
         key = attention.project(self.batch.context, self.batch.context_rotary)[1]
         query, own, _ = attention.project(x, self.batch.rotary)
         every = (-1, attention.kv_heads, -1, -1)
@@ -112,7 +115,9 @@ class _Slots:
 
 def _look_back(head: Any, attention: Attention, inputs: Tensor) -> None:
     """Keys nearly the same for all inputs [N, H], queries that match some back."""
-    D, h, g = attention.head_dim, attention.heads, attention.kv_heads
+    D = attention.head_dim
+    h = attention.heads
+    g = attention.kv_heads
     constant = ridge(inputs, inputs.new_ones(len(inputs), 1))[:, 0]  # inputs @ constant is about 1
     frequencies = head.positions.rotary_emb.inv_freq.to(inputs)
     ones = torch.ones(D // 2, device=inputs.device)
@@ -134,13 +139,17 @@ def _look_back(head: Any, attention: Attention, inputs: Tensor) -> None:
 def _fit_values(attention: Attention, attended: Tensor, desired: Tensor) -> None:
     """Values and output projection that write the best linear map of `attended` [N, h, H] to
     `desired` [N, H], at the rank that the values of each group have."""
-    D, h, g = attention.head_dim, attention.heads, attention.kv_heads
-    H, shared = desired.shape[1], h // g
+    D = attention.head_dim
+    h = attention.heads
+    g = attention.kv_heads
+    H = desired.shape[1]
+    shared = h // g
     fitted = ridge(attended.flatten(1), desired).view(g, shared, -1, H)  # of each attention head
     values = []
     for group in range(g):
         seen = attended[:, group * shared : (group + 1) * shared]  # [N, r, H]
-        inputs, matrix = seen.flatten(0, 1), fitted[group].transpose(0, 1).flatten(1)
+        inputs = seen.flatten(0, 1)
+        matrix = fitted[group].transpose(0, 1).flatten(1)
         basis, _ = reduced_rank(inputs, matrix, D)  # [H, ≤ D]
         rows = attention.v_proj.weight[group * D : (group + 1) * D].zero_()
         rows[: basis.shape[1]] = basis.T

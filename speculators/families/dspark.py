@@ -107,7 +107,8 @@ class DSpark(DFlash):
         embeds = unit(target.embed_tokens(token_ids).float())
         rank = self.config.markov_rank
         basis, written = reduced_rank(embeds, ridge(embeds, left), rank)  # [H_t, r], [r, H]
-        first, second = self.markov_head.markov_w1.weight, self.markov_head.markov_w2.weight
+        first = self.markov_head.markov_w1.weight
+        second = self.markov_head.markov_w2.weight
         every = torch.arange(self.config.vocab_size, device=first.device)
         rows = target.head_weight
         rows = rows[self.target_ids] if self.config.reduced_vocabulary else rows[: len(second)]

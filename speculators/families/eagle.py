@@ -95,14 +95,16 @@ class Eagle(DecoderChain):
         if config.own_embeddings:
             self.embed_tokens = nn.Embedding(config.vocab_size, width)
         self.positions = RotaryTable(config)
-        self.feature_noise, self.detach = 0.0, False
+        self.feature_noise = 0.0
+        self.detach = False
 
     # ---------------------------------------------------- starting weights, and how it is trained
 
     @override
     @torch.no_grad()
     def prepare_training(self, options: EagleOptions) -> Eagle:
-        self.feature_noise, self.detach = options.feature_noise, options.detach
+        self.feature_noise = options.feature_noise
+        self.detach = options.detach
         if self.config.fc_bias:  # vLLM drops it, so the head is trained without
             self.fc.bias.requires_grad_(False).zero_()
         if self.config.own_embeddings:
@@ -156,7 +158,8 @@ class Eagle(DecoderChain):
             )
         guess = ridge(torch.cat([e[0], h[0]], 1), h[1])
         for _ in range(ROUNDS if depths > 1 else 0):
-            state, inputs = h[0], []
+            state = h[0]
+            inputs = []
             for k in range(depths):
                 inputs.append(torch.cat([e[k], state], 1))
                 state = inputs[-1] @ guess

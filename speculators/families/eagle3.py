@@ -123,7 +123,8 @@ class Eagle3(DecoderChain):
 
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__(config)
-        width, taps = config.hidden_size, len(config.tap_layers)
+        width = config.hidden_size
+        taps = len(config.tap_layers)
         self.fc = nn.Linear(taps * config.target_hidden_size, width, bias=False)
         eps = config.rms_norm_eps
         if config.norm_before_fc:
@@ -175,7 +176,8 @@ class Eagle3(DecoderChain):
         else:
             start_from_least_squares(self, target, features)
         if self.config.target_hidden_size == self.config.hidden_size:
-            rows, ids = target.head_weight, self.draft_to_target
+            rows = target.head_weight
+            ids = self.draft_to_target
             self.lm_head.weight.copy_(rows if ids is None else rows[ids.to(rows.device)])
             if (norm := target.final_norm_weight) is not None:
                 self.norm.weight.copy_(norm)

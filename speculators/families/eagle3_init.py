@@ -54,7 +54,8 @@ def _tap_scale(head: DecoderChain, target: TargetHead) -> Tensor:
     A residual stream may be of any size (tens, in deep targets). The final norm does not mind, but
     a layer whose output is added to it would have to grow to that size before it counted for
     anything."""
-    config, width = head.config, head.config.target_hidden_size
+    config = head.config
+    width = head.config.target_hidden_size
     if tuple(target.tap_layers) != tuple(config.tap_layers):
         raise ConfigError(
             f"the target taps layers {list(target.tap_layers)}; load it with the"
@@ -83,7 +84,8 @@ def start_from_least_squares(
     last group of heads instead looks for the slot behind an earlier occurrence of the newest token
     and writes the token that followed there. (Recursion: EAGLE-3's training-time test, arXiv
     2503.01840; copying circuit: Olsson et al., arXiv 2209.11895.)"""
-    config, first = head.config, head.layers[0]
+    config = head.config
+    first = head.layers[0]
     if not config.norm_before_residual or config.hidden_size != config.target_hidden_size:
         raise ConfigError(
             "least_squares needs norm_before_residual: true and the target's"
@@ -95,7 +97,8 @@ def start_from_least_squares(
     taps, states, embeds = _terms(head, features, scale)
     H = config.hidden_size
     P, step = _recursion(taps, states, embeds, scale if config.norm_output else None)
-    B, G = step[H:], step[:H] - torch.eye(H, device=step.device)
+    B = step[H:]
+    G = step[:H] - torch.eye(H, device=step.device)
     head.fc.weight.copy_(P.T)
     groups = config.num_key_value_heads
     copying = groups > 1
@@ -115,7 +118,9 @@ def _terms(
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     """For slots with a term at every depth: the input of `fc` [N, F], and for DEPTHS + 1 positions
     from each slot on the target's states y [N, H] and normed token embeddings [N, H]."""
-    taps, states, embeds = [], [[] for _ in range(DEPTHS + 1)], [[] for _ in range(DEPTHS + 1)]
+    taps = []
+    states = [[] for _ in range(DEPTHS + 1)]
+    embeds = [[] for _ in range(DEPTHS + 1)]
     for f in features:
         T = f.input_ids.shape[1]
         chosen = torch.stack([valid_terms(f, depth + 2) for depth in range(DEPTHS)]).all(0)
@@ -148,18 +153,21 @@ def _recursion(
         return unit(result if fed_through is None else result * fed_through)
 
     outputs = states[0] if fed_through is None else states[0] * fed_through
-    direct = P = ridge(taps, outputs)  # a state that could have been fed back
+    direct = ridge(taps, outputs)  # a state that could have been fed back
+    P = direct
     step = ridge(torch.cat([unit(taps @ P), embeds[1]], 1), states[1])
     H = outputs.shape[1]
     for _ in range(ROUNDS):
-        state, inputs = unit(taps @ P), []
+        state = unit(taps @ P)
+        inputs = []
         for k in range(DEPTHS):
             inputs.append(torch.cat([state, embeds[k + 1]], 1))
             state = fed(inputs[-1] @ step)
         step = ridge(torch.cat(inputs), torch.cat(states[1:]))
         # of states that are nearly as good to feed, the one that predicts best:
         # min |sG + eB - y|² + |s - s₀|²/10
-        G, B = step[:H], step[H:]
+        G = step[:H]
+        B = step[H:]
         best = ridge(taps, states[1] - embeds[1] @ B)  # [F, H]
         near = G @ G.T + 0.1 * torch.eye(H, device=G.device)
         P = torch.linalg.solve(near, (best @ G.T + 0.1 * direct).T).T
@@ -168,7 +176,8 @@ def _recursion(
 
 def _own_token(head: DecoderChain, features: Sequence[TargetFeatures]) -> Tensor:
     """[H, H]: reads the normed embedding of x_t from a normed state s_t; fitted to all text."""
-    states, embeds = [], []
+    states = []
+    embeds = []
     for f in features:
         text = f.segment_ids >= 0
         states.append(unit(head.first_state(f.taps[text], None).float()))
@@ -198,7 +207,8 @@ def _sizes(head: DecoderChain) -> tuple[Attention, int, int, int]:
 
 def _write_linear(attention: Attention, matrix: Tensor, groups: int) -> None:
     """[embedding; state] -> output [2H, H] through values and o_proj of `groups` groups."""
-    D, repeat = attention.head_dim, attention.heads // attention.kv_heads
+    D = attention.head_dim
+    repeat = attention.heads // attention.kv_heads
     U, S, Vh = torch.linalg.svd(matrix, full_matrices=False)
     rank = min(groups * D, len(S))
     root = S[:rank].sqrt()
@@ -222,7 +232,8 @@ def _copy(
     identity [H, H] reads a slot's own token from its state. Matching uses rotary pairs that hardly
     turn within COPY_REACH tokens: it is about what a token is, not where."""
     attention, D, H, repeat = _sizes(head)
-    device, half = identity.device, D // 2
+    device = identity.device
+    half = D // 2
     slow = (head.positions.rotary_emb.inv_freq * COPY_REACH <= 1).nonzero()[:, 0].to(device)
     least = min(8, half)
     slow = slow if len(slow) >= least else torch.arange(half - least, half, device=device)

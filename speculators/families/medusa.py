@@ -121,7 +121,8 @@ class Medusa(SlotwiseDrafter):
 
     def _next_state(self, features: Sequence[TargetFeatures], depth: int) -> Tensor:
         """[H, H]: from a slot's state to the one that `depth` (if shared: any) must match."""
-        states, outputs = [], []
+        states = []
+        outputs = []
         for f in features:
             for k in range(self.config.num_heads) if self.config.shared_lm_head else (depth,):
                 rows, slots = valid_terms(f, k + 2).nonzero(as_tuple=True)

@@ -128,7 +128,8 @@ class MLPSpeculator(SlotwiseDrafter):
         super().__init__(config)
         # Where the vocabulary projections are tied, the loss takes all depths at once.
         self.traits = replace(self.traits, one_head=config.tie_weights)
-        width, vocabulary = config.inner_dim, config.vocab_size
+        width = config.inner_dim
+        vocabulary = config.vocab_size
         copies = 1 if config.tie_weights else config.n_predict
         later = min(copies, config.n_predict - 1)
         self.emb = nn.ModuleList(nn.Embedding(vocabulary, width) for _ in range(copies))

@@ -79,11 +79,13 @@ class PEagle(Eagle3):
     def __init__(self, config: PEagleConfig) -> None:
         super().__init__(config)
         self.mask_hidden = nn.Parameter(torch.randn(self.fc.in_features))
-        self.cod_ratio, self.cod_floor = 1.0, 1.0
+        self.cod_ratio = 1.0
+        self.cod_floor = 1.0
 
     @override
     def prepare_training(self, options: PEagleOptions) -> PEagle:
-        self.cod_ratio, self.cod_floor = options.cod_ratio, options.cod_floor
+        self.cod_ratio = options.cod_ratio
+        self.cod_floor = options.cod_floor
         return self
 
     # -------------------------------------------------------------- training
@@ -122,7 +124,8 @@ class PEagle(Eagle3):
 
     def draft_tree(self, inputs: DraftInput, k: int, grow: Grow) -> None:
         """See `Drafter.draft_tree`. Every branch has the distributions of its depth."""
-        logits, width = self._all_depths(inputs, k), 1
+        logits = self._all_depths(inputs, k)
+        width = 1
         for depth in range(k):
             if (level := grow(logits[:, depth, None].expand(-1, width, -1))) is None:
                 return
@@ -130,7 +133,8 @@ class PEagle(Eagle3):
 
     def _all_depths(self, inputs: DraftInput, k: int) -> Tensor:
         """Appends each row's slots; logits of the newest and k - 1 unknown [b, k, V_draft]."""
-        token_ids, (b, M) = inputs.token_ids, inputs.token_ids.shape
+        token_ids = inputs.token_ids
+        b, M = inputs.token_ids.shape
         true = on_device(inputs.counts, token_ids.device)[:, None]  # [b, 1]
         place = torch.arange(M + k - 1, device=token_ids.device).expand(b, -1)
         known = place < true  # [b, M + k - 1]

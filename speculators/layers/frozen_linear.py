@@ -74,8 +74,10 @@ def _joined(tensors: list[Tensor]) -> Tensor:
 
 def _moved_together(tensors: list[Tensor]) -> Tensor:
     """All of them as one, of which they become views: what is written to either is in both."""
-    first, end = tensors[0], tensors[0].storage_offset()
-    memory, sizes = first.untyped_storage().data_ptr(), [tensor.shape[0] for tensor in tensors]
+    first = tensors[0]
+    end = tensors[0].storage_offset()
+    memory = first.untyped_storage().data_ptr()
+    sizes = [tensor.shape[0] for tensor in tensors]
     for tensor in tensors:
         lies = tensor.storage_offset() == end and tensor.untyped_storage().data_ptr() == memory
         if not (lies and tensor.is_contiguous()):

@@ -36,7 +36,9 @@ def grouped_attention(
     **others,
 ) -> tuple[Tensor, None]:
     """query [B, h, T, d], key, value [B, g, S, d], additive mask [1, 1, T, S] -> [B, T, h, d]."""
-    h, T, groups = query.shape[1], query.shape[2], key.shape[1]
+    h = query.shape[1]
+    T = query.shape[2]
+    groups = key.shape[1]
     changing = {name for name, given in others.items() if given is not None} - PLAIN
     whole = T == 1 if attention_mask is None else attention_mask.shape[1:2] == (1,)
     if not shares_keys(T, query.device) or groups == h or not whole or dropout or changing:
@@ -91,13 +93,15 @@ def cached_attends(
             if not q.shape[2]:  # keys and values were all that is needed
                 return q
             if first:
-                k, v = k[:, :, first:], v[:, :, first:]
+                k = k[:, :, first:]
+                v = v[:, :, first:]
             repeat = q.shape[1] // k.shape[1]
             if repeat > 1 and not causal and shares_keys(q.shape[2], q.device):
                 return attend_grouped(q, k, v, bias(q, repeat), scale)
             grouped = repeat > 1 and mask is None
             if repeat > 1 and not grouped:  # kernels that take masks know no groups
-                k, v = k.repeat_interleave(repeat, dim=1), v.repeat_interleave(repeat, dim=1)
+                k = k.repeat_interleave(repeat, dim=1)
+                v = v.repeat_interleave(repeat, dim=1)
             return nn.functional.scaled_dot_product_attention(
                 q, k, v, attn_mask=bias(q, 1), is_causal=causal, scale=scale, enable_gqa=grouped
             )

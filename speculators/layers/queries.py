@@ -78,7 +78,8 @@ class PackedQueries:
 
     def hidden(self, row: int, queries: slice, keys: slice) -> Tensor:
         """bool [c, S], True where a query of a row does not see a slot."""
-        slots, segments = self.slots[row, queries, None], self.segment_ids[row]
+        slots = self.slots[row, queries, None]
+        segments = self.segment_ids[row]
         own = segments[slots]
         places = torch.arange(len(segments), device=slots.device)[keys]
         hidden = (own != segments[keys]) | (own < 0) | (slots < places)
@@ -126,7 +127,8 @@ class Blocks:
 
     def hidden(self, row: int, queries: slice, keys: slice) -> Tensor:
         """As `PackedQueries.hidden`."""
-        Q, segments = self.width, self.segment_ids[row]
+        Q = self.width
+        segments = self.segment_ids[row]
         blocks = slice(queries.start // Q, queries.stop // Q)
         last = self.last_context[row, blocks, None]
         slots = torch.arange(len(segments), device=last.device)[keys]

@@ -73,7 +73,8 @@ class FrozenTarget(TargetHead):
         """Probes the model."""
         self._set_parts(parts)
         self._masks_by_kind = bool(getattr(self.config, "layer_types", None))
-        self._attends_by_name, self._packs = True, not parts.stateful
+        self._attends_by_name = True
+        self._packs = not parts.stateful
         probe.confirm_causal(parts)
         self._confirm_taps(parts)
         try:
@@ -86,13 +87,16 @@ class FrozenTarget(TargetHead):
                 return
             self.recurrent = probe.confirm_rollback(parts, recurrent)
         except UnsupportedTarget as error:
-            self.decoding_refusal, self._attends_by_name = str(error), False
+            self.decoding_refusal = str(error)
+            self._attends_by_name = False
         self._packs = False  # each text of a row alone
         probe.confirm_packing(parts, self._probe_packed)
 
     def _set_parts(self, parts: Parts) -> None:
-        self._parts, self._window = parts, parts.window
-        self._has_full, self.has_window = probe.FULL in parts.kinds, probe.SLIDING in parts.kinds
+        self._parts = parts
+        self._window = parts.window
+        self._has_full = probe.FULL in parts.kinds
+        self.has_window = probe.SLIDING in parts.kinds
 
     @classmethod
     def from_pretrained(
@@ -181,7 +185,8 @@ class FrozenTarget(TargetHead):
         """Removes the hooks; the model is then as it was."""
         for handle in self._handles:
             handle.remove()
-        self._handles, self._tapped = [], False
+        self._handles = []
+        self._tapped = False
 
     # ------------------------------------------------------------------ what it computes
 
@@ -253,7 +258,8 @@ class FrozenTarget(TargetHead):
 
     def _confirm_taps(self, parts: Parts) -> None:
         ids = torch.arange(3, device=parts.device)[None]
-        taps, expected = self._decode(ids)[0], (*ids.shape, len(self.tap_layers) * self.hidden_size)
+        taps = self._decode(ids)[0]
+        expected = (*ids.shape, len(self.tap_layers) * self.hidden_size)
         if taps is not None and taps.shape != expected:
             raise parts.refusal(
                 f"its layers pass on {tuple(taps.shape)} instead of [batch, tokens, hidden size]"
@@ -279,7 +285,8 @@ class FrozenTarget(TargetHead):
         while texts:
             longest = texts[0][1].stop - texts[0][1].start
             count = max(input_ids.numel() // longest, 1)
-            batch, texts = texts[:count], texts[count:]
+            batch = texts[:count]
+            texts = texts[count:]
             padded = pad_sequence([input_ids[row, text] for row, text in batch], batch_first=True)
             outputs = [states for states in self._decode(padded) if states is not None]
             whole = whole or [x.new_zeros(*input_ids.shape, x.shape[2]) for x in outputs]

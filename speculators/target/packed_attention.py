@@ -48,7 +48,8 @@ def placeholder(window: int, device: torch.device, dtype: torch.dtype) -> Tensor
 @contextmanager
 def packed(config: PretrainedConfig, spans: Spans) -> Iterator[None]:
     """Inside, models of `config` attend within `spans` where the mask is a `placeholder`."""
-    before, token = config._attn_implementation, _spans.set(spans)
+    before = config._attn_implementation
+    token = _spans.set(spans)
     config._attn_implementation = EAGER_NAME if before == "eager" else NAME
     try:
         yield
@@ -100,7 +101,8 @@ def _attend(
 ) -> Tensor:
     """Attention of one text: [1, h, L, d] -> [1, h, L, ·]."""
     options = {"dropout_p": dropout, "scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
-    attention, L = nn.functional.scaled_dot_product_attention, q.shape[2]
+    attention = nn.functional.scaled_dot_product_attention
+    L = q.shape[2]
     if not window or L <= window:
         return attention(q, k, v, is_causal=L > 1, **options)
     blocks = []

@@ -30,7 +30,8 @@ from draftsmith.speculators.target.packed_attention import additive_mask, eager_
 from draftsmith.speculators.target.recurrent import RecurrentLayers, RecurrentStates, StateCache
 
 ATTENTION = ("sdpa", "eager")  # the implementations that honour an arbitrary mask
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL = "full_attention"
+SLIDING = "sliding_attention"
 STATES = "states"  # a layer without keys and values: recurrent, or without memory of the text
 _RECURRENT_LAYERS = "linear mamba ssm conv recurrent rwkv hybrid gated_delta".split()
 _RECURRENT_FIELDS = (
@@ -121,7 +122,8 @@ def find_parts(model: PreTrainedModel) -> Parts:
         raise UnsupportedTarget(
             f"no module list of num_hidden_layers={n} layers in its decoder", where=f"target {name}"
         )
-    kinds, window = _layer_kinds(config), 0
+    kinds = _layer_kinds(config)
+    window = 0
     if SLIDING in kinds:
         window = int(getattr(config, "sliding_window", None) or 0)
     parameters = inspect.signature(decoder.forward).parameters
@@ -144,7 +146,8 @@ def find_parts(model: PreTrainedModel) -> Parts:
 
 def _unsuitable(model: PreTrainedModel, config: PretrainedConfig) -> str:
     """Why it is no causal LM that can be asked for features; empty: it is one."""
-    embed_tokens, head = model.get_input_embeddings(), model.get_output_embeddings()
+    embed_tokens = model.get_input_embeddings()
+    head = model.get_output_embeddings()
     attention = config._attn_implementation
     if any(getattr(part, "is_encoder_decoder", False) for part in (config, model.config)):
         return "an encoder-decoder model; a decoder-only causal LM is needed"
@@ -250,7 +253,8 @@ def confirm_masks(parts: Parts) -> bool:
 
     Returns True if masks are passed as a dict by kind of layer, False if as one tensor, for models
     of one kind."""
-    kinds, window = set(parts.kinds), parts.window
+    kinds = set(parts.kinds)
+    window = parts.window
     if kinds - {FULL, SLIDING, STATES} or (SLIDING in kinds and not window):
         raise parts.refusal(
             f"layer types {sorted(kinds)} with sliding_window={window or None}; only {FULL} and"
@@ -260,7 +264,8 @@ def confirm_masks(parts: Parts) -> bool:
     if not attending:
         return False
     length = min(window or 3, _PROBE_PREFIX_LIMIT)
-    keys, queries = torch.arange(length + 2), torch.arange(length, length + 2)[:, None]
+    keys = torch.arange(length + 2)
+    queries = torch.arange(length, length + 2)[:, None]
     causal = keys <= queries  # [2, S]
     expected = {FULL: causal, SLIDING: causal & (keys > queries - window)}
 
@@ -306,7 +311,8 @@ def masks_by_kind(
     full_attention: Tensor | None, sliding_attention: Tensor | None
 ) -> dict[str, Tensor | None]:
     """Masks under transformers' names of layer types; recurrent layers get none."""
-    full, sliding = full_attention, sliding_attention
+    full = full_attention
+    sliding = sliding_attention
     attention = {FULL: full, "hybrid": full, SLIDING: sliding, "hybrid_sliding": sliding}
     return attention | dict.fromkeys(("linear_attention", "conv", "moe", "mlp"))
 
@@ -345,7 +351,8 @@ def _tolerance(dtype: torch.dtype) -> float:
 
 def _error(a: Tensor, b: Tensor) -> Tensor:
     """|a - b| / |b| per token: [..., D] -> [...]."""
-    a, b = a.float(), b.float()
+    a = a.float()
+    b = b.float()
     return (a - b).norm(dim=-1) / b.norm(dim=-1).clamp_min(1e-12)
 
 
@@ -391,7 +398,8 @@ def confirm_logits(parts: Parts) -> tuple[Callable[[Tensor], Tensor], int]:
         hook.remove()
     if not hidden:
         raise parts.refusal("its forward does not call its output head")
-    last_hidden, allowed = parts.decode(ids).last_hidden_state, _tolerance(parts.dtype)
+    last_hidden = parts.decode(ids).last_hidden_state
+    allowed = _tolerance(parts.dtype)
     same = hidden[0].shape == last_hidden.shape
     if not same or _error(last_hidden, hidden[0]).median() > allowed:
         raise parts.refusal("its states are changed between its decoder and its output head")
@@ -565,7 +573,8 @@ class _Keys(StateCache):
 
     def __init__(self, keys: dict[int, tuple[Tensor, Tensor]], layers: list, kept: int) -> None:
         super().__init__(layers)
-        self.keys, self.kept = keys, kept
+        self.keys = keys
+        self.kept = kept
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs):
         new = (key_states, value_states)
@@ -606,7 +615,8 @@ def confirm_rollback(parts: Parts, recurrent: RecurrentLayers) -> RecurrentLayer
 
 def _rounds_error(parts: Parts, recurrent: RecurrentLayers, ids: Tensor, whole: Tensor) -> float:
     """The largest median error of all rounds, from an empty row and from zero states."""
-    states, worst = RecurrentStates(recurrent, 1), 0.0
+    states = RecurrentStates(recurrent, 1)
+    worst = 0.0
     for begin_fresh in (True, False):
         keys: dict[int, tuple[Tensor, Tensor]] = {}
         past = 0

@@ -125,7 +125,8 @@ class RecurrentStates:
     changes nothing."""
 
     def __init__(self, of: RecurrentLayers, rows: int) -> None:
-        self.of, self.rows = of, rows
+        self.of = of
+        self.rows = rows
         self._held: dict[Key, Tensor] = {}
         self._forward: _Forward | None = None
 
@@ -142,7 +143,8 @@ class RecurrentStates:
 
     def keep(self, start: int, counts: Sequence[int]) -> None:
         """Row start + i moves on by the first counts[i] tokens of the last forward."""
-        forward, groups = self._forward, {}
+        forward = self._forward
+        groups = {}
         for row, count in enumerate(counts, start):
             if count:
                 groups.setdefault(count, []).append(row)
@@ -189,7 +191,8 @@ class RecurrentStates:
         layers = [new(n) for n in self.of.num_states]
         if not fresh:
             for (layer, kind, i), held in self._held.items():
-                loaded, state = layers[layer], held[rows].clone()
+                loaded = layers[layer]
+                state = held[rows].clone()
                 assert loaded is not None
                 getattr(loaded, kind)[i] = state
                 getattr(loaded, f"is_{kind}_initialized")[i] = True

@@ -88,18 +88,22 @@ class _Decoder:
     @classmethod
     def read(cls, fields: dict[str, Any], whose: str) -> _Decoder:
         """Reads a tokenizer.json. ConfigError for a decoder that joins tokens."""
-        model, steps = fields["model"], _flat(fields["decoder"])
+        model = fields["model"]
+        steps = _flat(fields["decoder"])
         replacements: list[tuple[str, str]] = []
-        bytes_by, joined = None, False
+        bytes_by = None
+        joined = False
         known = not (model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"))
         for step in steps:
-            kind, pattern = step["type"], step.get("pattern") or {}
+            kind = step["type"]
+            pattern = step.get("pattern") or {}
             if kind == "Fuse" or (kind == "Strip" and joined):
                 joined = True
             elif joined or bytes_by is not None:  # its tokens were joined or turned into bytes
                 known = False
             elif kind in ("ByteLevel", "ByteFallback"):
-                bytes_by, joined = kind, kind == "ByteLevel"
+                bytes_by = kind
+                joined = kind == "ByteLevel"
             elif kind == "Metaspace":
                 replacements.append((step["replacement"], " "))
             elif kind == "Replace" and "String" in pattern:
@@ -154,7 +158,8 @@ def same_vocabulary(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerB
     embedding has a row for each target id."""
     differing: set[str] = set()
     for one, other in ((target, draft), (draft, target)):
-        added, known = one.added_tokens_decoder, other.get_vocab()
+        added = one.added_tokens_decoder
+        known = other.get_vocab()
         taken = set(known.values())
         differing |= {
             token

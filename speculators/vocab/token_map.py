@@ -169,7 +169,8 @@ class TokenMap:
         skipped = opening.flatten()[token]
         own = starts.flatten()[token] + within - skipped
         place = torch.where(within < skipped, len(self.spelling_ids) + within, own)
-        row, column = token // width, before.flatten()[token] + within
+        row = token // width
+        column = before.flatten()[token] + within
         out[row, column] = table[place]
         source[row, column] = token % width
         return out, source, lengths
@@ -219,7 +220,8 @@ def _shared(target: TokenBytes, draft: TokenBytes) -> dict[int, int]:
 
     Among tokens of the same bytes, byte tokens come last, and lower ids first.
     """
-    own, theirs = _by_bytes(target), _by_bytes(draft)
+    own = _by_bytes(target)
+    theirs = _by_bytes(draft)
     both = own.keys() & theirs.keys()
     shared = {a: b for text in both for a, b in zip(own[text], theirs[text])}
     taken = set(shared.values())
@@ -240,7 +242,8 @@ def _by_bytes(tokens: TokenBytes) -> dict[bytes, list[int]]:
 
 def _greedy(text: bytes, ids: Mapping[bytes, int], longest: int) -> list[int]:
     """Splits bytes into the longest tokens, of at most `longest`, from the left."""
-    spelling, start = [], 0
+    spelling = []
+    start = 0
     while start < len(text):
         ends = range(min(len(text), start + longest), start, -1)
         end = next((end for end in ends if text[start:end] in ids), 0)

@@ -267,7 +267,9 @@ def value_and_gradient(
     overwritten, or None, and there is no gradient."""
     value = torch.zeros_like(rows.alpha)
     # coefficients [g, m] of P q - p, of -d alpha / dz and of q - onehot(label)
-    of_kl, of_alpha, of_label = value, value, value
+    of_kl = value
+    of_alpha = value
+    of_label = value
     names = set[str]()
     for term in mix.terms:
         w = term.weight

@@ -101,7 +101,8 @@ def chunked_objective(
     holds one float32 gradient of the head until then: one call over all depths holds one, a call
     per depth holds K. The softmax is float32 under any autocast; fp16 with a loss scaler is not
     supported."""
-    mix, count = Mix.parse(loss), hidden.shape[0]
+    mix = Mix.parse(loss)
+    count = hidden.shape[0]
     if mix.state_terms and hidden.shape[-1] != target_hidden.shape[-1]:
         raise ConfigError(
             "the drafter's states and the target's differ in width", where="loss.smooth_l1"

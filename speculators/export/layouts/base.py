@@ -295,7 +295,9 @@ class Layout:
         return tensors
 
 
-FULL, SLIDING = "full_attention", "sliding_attention"  # in `layer_types`
+# Kinds of attention in `layer_types`.
+FULL = "full_attention"
+SLIDING = "sliding_attention"
 
 
 def window_of(fields: Mapping[str, Any], where: str) -> int | None:

@@ -154,7 +154,8 @@ class DFlashLayout(Layout):
 
     @override
     def from_config(self, source: Source) -> DrafterConfig:
-        fields, where = source.fields, source.where
+        fields = source.fields
+        where = source.where
         section = {**fields, **(fields.get(SECTION) or {})}
         layers = fields.get("num_target_layers") or source.layers
         replace(source, fields=section).require("mask_token_id", "target_layer_ids")

@@ -101,14 +101,16 @@ class DraftModelLayout(Layout):
 
     @override
     def read(self, drafter: Drafter, folder: Path) -> None:
-        drafter, own = cast(DraftModel, drafter), cast(DraftModelConfig, drafter.config)
-        drafter.take_model(self._load(folder))
-        state = drafter.model.state_dict()
+        draft_model = cast(DraftModel, drafter)
+        config = cast(DraftModelConfig, drafter.config)
+        draft_model.take_model(self._load(folder))
+        state = draft_model.model.state_dict()
         base.refuse(
             [base.not_finite(name) for name, x in state.items() if not x.isfinite().all()], folder
         )
-        if own.other_tokenizer:
-            drafter.token_map = TokenMap.load(folder, drafter.target.vocab_size, own.vocab_size)
+        if config.other_tokenizer:
+            target_size = draft_model.target.vocab_size
+            draft_model.token_map = TokenMap.load(folder, target_size, config.vocab_size)
 
     def _load(self, path: Path) -> Any:
         """The causal LM in float32. CheckpointError names every tensor not its own."""

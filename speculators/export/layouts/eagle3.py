@@ -17,7 +17,8 @@ ARCHITECTURES = (
     *("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaForCausalLM"),
     *("Qwen3ForCausalLM", "Eagle3Qwen3ForCausalLM"),
 )
-TAPS, SECTION = "eagle_aux_hidden_state_layer_ids", "eagle_config"
+TAPS = "eagle_aux_hidden_state_layer_ids"
+SECTION = "eagle_config"
 COUNT = "num_aux_hidden_states"
 SWITCHES = ("norm_before_fc", "fc_norm", "norm_output", "norm_before_residual")
 
@@ -84,7 +85,8 @@ class Eagle3Layout(Layout):
 
     @override
     def field_faults(self, fields: Fields, plain: Fields, names: set[str]) -> Iterator[Fault]:
-        taps, count = plain.get(TAPS), plain.get(COUNT)
+        taps = plain.get(TAPS)
+        count = plain.get(COUNT)
         if not taps:
             text = f"{TAPS} is missing; write the layers that it was trained on"
             yield Fault(TAPS, text, "vLLM taps layers of its own choice, 2, n/2 and n-3")
@@ -99,7 +101,8 @@ class Eagle3Layout(Layout):
 
     @override
     def from_config(self, source: Source) -> DrafterConfig:
-        fields, head = source.fields, source.head_fields(ARCHITECTURES)
+        fields = source.fields
+        head = source.head_fields(ARCHITECTURES)
         taps = fields.get(TAPS) or default_tap_layers(head["num_target_layers"])
         return build_config(
             source.where,

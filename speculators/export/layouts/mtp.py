@@ -83,7 +83,8 @@ class MtpLayout(Layout):
 
     @override
     def belongs(self, name: str, config: Any) -> bool:
-        prefix, repeated = _prefix(config), NAMES[config.layout].shared
+        prefix = _prefix(config)
+        repeated = NAMES[config.layout].shared
         return name.startswith(prefix) and name.removeprefix(prefix) not in repeated
 
     @override
@@ -94,7 +95,8 @@ class MtpLayout(Layout):
 
     @override
     def name_in_file(self, name: str, config: Any) -> str:
-        names, (part, _, rest) = NAMES[config.layout], name.partition(".")
+        names = NAMES[config.layout]
+        part, _, rest = name.partition(".")
         if part == "layer":
             return _prefix(config) + names.layer + rest.removeprefix("block.")
         return f"{_prefix(config)}{names.parts[PARTS.index(part)]}.{rest}"
@@ -121,7 +123,9 @@ class MtpLayout(Layout):
 
     @override
     def from_config(self, source: Source) -> DrafterConfig:
-        fields, names, where = source.fields, source.names, source.where
+        fields = source.fields
+        names = source.names
+        where = source.where
         layout, modules = _modules(names)
         if len(modules) != 1:
             raise CheckpointError(

@@ -28,7 +28,8 @@ NAME = "speculators"
 WHERE = f"export format {NAME}"  # of errors
 # model_type of the layer -> architecture in vLLM's own format
 NATIVE_ARCHITECTURES = {"llama": "LlamaForCausalLMEagle3", "qwen3": "Qwen3ForCausalLM"}
-LAYER, TAPS = "transformer_layer_config", "aux_hidden_state_layer_ids"
+LAYER = "transformer_layer_config"
+TAPS = "aux_hidden_state_layer_ids"
 NON_CAUSAL = "sliding_window_non_causal"
 # Fields that vLLM reads at the top of config.json, beside the layer's section.
 EAGLE3_TOP = (
@@ -115,7 +116,8 @@ class SpeculatorsFormat(Format):
 
     def from_engine(self, fields: Fields, where: str) -> Fields:
         """See `Format.from_engine`."""
-        kind, layer = fields.get("speculators_model_type"), fields.get(LAYER)
+        kind = fields.get("speculators_model_type")
+        layer = fields.get(LAYER)
         if kind != self.family:
             known = ", ".join(TYPES)
             raise CheckpointError(f"speculators_model_type {kind!r}; expected {known}", where=where)

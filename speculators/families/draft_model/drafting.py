@@ -57,7 +57,9 @@ class TokenDrafter(Drafter):
 
     def append(self, inputs: DraftInput) -> Tensor:
         """See `Drafter.append`; slot p holds token x_p. Returns each row's newest state [b, D]."""
-        cache, start, stop = inputs.cache, inputs.start, inputs.stop
+        cache = inputs.cache
+        start = inputs.start
+        stop = inputs.stop
         ids, counts = self._spelt(inputs.token_ids, inputs.counts, cache.lengths[start:stop])
         states = self._extend(cache, start, stop, ids)
         inputs.advance(counts)
@@ -65,8 +67,12 @@ class TokenDrafter(Drafter):
 
     def draft_steps(self, inputs: DraftInput, k: int) -> DraftSteps:
         """See `Drafter.draft_steps`: one forward per depth."""
-        cache, start, stop = inputs.cache, inputs.start, inputs.stop
-        state, one_each = self.append(inputs), [1] * (stop - start)  # spelt by one: they are shared
+        cache = inputs.cache
+        start = inputs.start
+        stop = inputs.stop
+        state = self.append(inputs)
+        # A drafted token is in both vocabularies: one token of the draft model spells it.
+        one_each = [1] * (stop - start)
         with inputs.drafting() as lengths:
             token_ids = yield DraftLogits(self.head(state))
             for _ in range(k - 1):
@@ -79,8 +85,10 @@ class TokenDrafter(Drafter):
         """See `Drafter.draft_tree`. ConfigError with another tokenizer (many tokens a draft)."""
         if self.token_map is not None:
             raise ConfigError("a draft model with another tokenizer drafts chains; ask for no tree")
-        cache, start = inputs.cache, inputs.start
-        states, depth = self.append(inputs)[:, None], 0
+        cache = inputs.cache
+        start = inputs.start
+        states = self.append(inputs)[:, None]
+        depth = 0
         with inputs.drafting() as base:
             depths = inputs.token_ids.new_zeros(len(base), 0)  # of all drafts so far
             while (level := grow(self.head(states))) is not None:

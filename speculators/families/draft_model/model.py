@@ -181,7 +181,9 @@ class DraftModel(TokenDrafter):
 
     def take_model(self, model: Any) -> None:
         """Another one of the same configuration in its place."""
-        self._runners, self._fast_forward, self.model = [], None, model.eval()
+        self._runners = []
+        self._fast_forward = None
+        self.model = model.eval()
 
     def _apply(self, fn: Callable, *args, **kwargs) -> Drafter:
         self._runners = []
@@ -216,7 +218,8 @@ class DraftModel(TokenDrafter):
     def draft_to_target(self) -> Tensor | None:
         if self.token_map is not None:
             return self.token_map.target_ids
-        own, vocab = self.config.vocab_size, self.target.vocab_size
+        own = self.config.vocab_size
+        vocab = self.target.vocab_size
         if own >= vocab:
             return None
         if self._shared is None or self._shared.device != self.target.device:
@@ -303,11 +306,15 @@ class DraftModel(TokenDrafter):
             )
 
     def _states(self, features: TargetFeatures) -> Tensor:
-        ids, positions, segments = features.input_ids, features.position_ids, features.segment_ids
+        ids = features.input_ids
+        positions = features.position_ids
+        segments = features.segment_ids
         ends = None
         if self.token_map is not None:
             spelt = self.token_map.spell_packed(ids, segments)
-            ids, segments, ends = spelt.input_ids, spelt.segment_ids, spelt.ends
+            ids = spelt.input_ids
+            segments = spelt.segment_ids
+            ends = spelt.ends
             positions = spelt.position_ids
             if self.max_positions is not None:
                 positions = positions.clamp(max=self.max_positions - 1)

@@ -107,7 +107,8 @@ def cut_layers(kept: Sequence[int] | Mapping[str, int], total: int, where: str) 
 
 def cut_fields(target: PretrainedConfig, layers: Sequence[int], where: str) -> dict[str, Any]:
     """`plain_fields` of a model like `target` that keeps some of its layers."""
-    fields, total = plain_fields(deepcopy(target), where), target.num_hidden_layers
+    fields = plain_fields(deepcopy(target), where)
+    total = target.num_hidden_layers
     names = target.attribute_map  # an architecture may have names of its own for the usual fields
     for name, value in fields.items():
         if isinstance(value, list) and len(value) == total and not name.endswith("_token_id"):
