@@ -205,8 +205,14 @@ class Conversation:
         self._next += 1
         ended = bool(token_ids) and token_ids[-1] in self._rules.facts.end
         if token_ids:
-            response = (self.example.workload, prompt_ids, tuple(token_ids), self.temperature)
-            self.responses.append(Response(*response, self.number))
+            response = Response.of(
+                self.example.workload,
+                prompt_ids,
+                token_ids,
+                temperature=self.temperature,
+                example=self.number,
+            )
+            self.responses.append(response)
             self._rules.account.cut += not ended
         if self._next == len(self._turns):
             return

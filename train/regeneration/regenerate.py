@@ -153,7 +153,7 @@ def _write_all(
             ask = conversation.ask()
             while ask is not None and ask.key in store.known:
                 account.reused += 1
-                conversation.add_response(store.known[ask.key])
+                conversation.add_response(store.known[ask.key].unpacked())
                 ask = conversation.ask()
             if ask is not None and ask.key not in under_way:
                 writer.begin(ask)

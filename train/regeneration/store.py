@@ -16,20 +16,62 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+import numpy as np
+
 from draftsmith.inference.whole_file import write_whole
 from draftsmith.speculators.errors import DataError
 from draftsmith.speculators.export import disk_errors
 
 
 @dataclass(frozen=True)
+class TokenIds:
+    """Token ids at rest, in four bytes each; as Python's numbers they take nine times as much."""
+
+    packed: bytes  # int32
+
+    @classmethod
+    def of(cls, ids: Sequence[int]) -> TokenIds:
+        """Packs token ids."""
+        return cls(np.asarray(ids, dtype=np.int32).tobytes())
+
+    def unpacked(self) -> tuple[int, ...]:
+        """The token ids."""
+        return tuple(np.frombuffer(self.packed, dtype=np.int32).tolist())
+
+
+@dataclass(frozen=True)
 class Response:
-    """One prompt and its response, as tokens. `example`: the number of its conversation."""
+    """One prompt and its response, as tokens. `example`: the number of its conversation.
+
+    All responses of a data set are in memory until they are rows, so they are held packed."""
 
     workload: str
-    prompt_ids: tuple[int, ...]
-    output_ids: tuple[int, ...]
+    prompt: TokenIds
+    output: TokenIds
     temperature: float
     example: int = 0
+
+    @classmethod
+    def of(
+        cls,
+        workload: str,
+        prompt_ids: Sequence[int],
+        output_ids: Sequence[int],
+        temperature: float,
+        example: int = 0,
+    ) -> Response:
+        """A response of tokens that are not packed yet."""
+        return cls(workload, TokenIds.of(prompt_ids), TokenIds.of(output_ids), temperature, example)
+
+    @property
+    def prompt_ids(self) -> tuple[int, ...]:
+        """The tokens of the prompt, unpacked for the caller."""
+        return self.prompt.unpacked()
+
+    @property
+    def output_ids(self) -> tuple[int, ...]:
+        """The tokens of the response, unpacked for the caller."""
+        return self.output.unpacked()
 
 
 class ResponseStore:
@@ -38,7 +80,7 @@ class ResponseStore:
     def __init__(self, folder: Path, name: str) -> None:
         self.folder = folder
         self.name = name
-        self.known: dict[str, list[int]] = {}
+        self.known: dict[str, TokenIds] = {}
         self.written_by: Counter[str] = Counter()
         self._file: IO[bytes] | None = None
         for path in sorted(folder.glob(f"{name}.*.jsonl")):
@@ -50,7 +92,7 @@ class ResponseStore:
                     raise DataError("no response; remove it", where=f"{path}:{number}") from None
 
     def _take(self, entry: Mapping[str, Any]) -> None:
-        self.known[entry["key"]] = list(entry["token_ids"])
+        self.known[entry["key"]] = TokenIds.of(entry["token_ids"])
         self.written_by[entry["engine"]] += 1
 
     def add(self, key: str, token_ids: Sequence[int], engine: str) -> None:

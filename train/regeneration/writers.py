@@ -6,10 +6,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Protocol
 
 from draftsmith.inference import LLM
 from draftsmith.inference.entrypoints.prompts import Prompt
+from draftsmith.inference.requests.request import Request
+from draftsmith.inference.requests.response import Response
 from draftsmith.train.regeneration.conversations import Ask
 from draftsmith.version import package_version
 
@@ -45,13 +47,30 @@ class Writer(Protocol):
         """Gives up the responses under way."""
 
 
+@dataclass(frozen=True)
+class Begun:
+    """A response that the engine of this process writes; one request, as an ask is one prompt."""
+
+    ask: Ask
+    response: Response
+
+    @property
+    def request(self) -> Request:
+        """The engine's account of it."""
+        return self.response.requests[0]
+
+    def written(self, engine: str) -> Written:
+        """What became of it, once its request has ended."""
+        return Written(self.ask, tuple(self.response.output().outputs[0].token_ids), engine)
+
+
 class LocalWriter:
     """The LLM of this process, which `make_llm` gives once there is something to write."""
 
     def __init__(self, make_llm: Callable[[], LLM], capacity: int) -> None:
         self.capacity = capacity
         self._make_llm = make_llm
-        self._under_way: dict[int, tuple[Ask, Any]] = {}  # by the request's identity
+        self._under_way: dict[int, Begun] = {}  # by the request's identity
 
     @cached_property
     def llm(self) -> LLM:
@@ -61,15 +80,13 @@ class LocalWriter:
     @property
     def tokens_under_way(self) -> int:
         """Tokens of responses that have begun and not ended."""
-        requests = [
-            request for _, response in self._under_way.values() for request in response.requests
-        ]
+        requests = [begun.request for begun in self._under_way.values()]
         return sum(len(request.token_ids) - request.num_prompt_tokens for request in requests)
 
     def begin(self, ask: Ask) -> None:
         """Submits the prompt of a response to the engine."""
-        response = self.llm.submit(Prompt(None, list(ask.prompt_ids)), ask.params)
-        self._under_way[id(response.requests[0])] = ask, response
+        begun = Begun(ask, self.llm.submit(Prompt(None, list(ask.prompt_ids)), ask.params))
+        self._under_way[id(begun.request)] = begun
 
     def collect(self) -> list[Written]:
         """Runs rounds until a response has ended, or for REPORT_EVERY_S seconds; what has ended."""
@@ -78,14 +95,10 @@ class LocalWriter:
             pass
         dtype = str(self.llm.engine.target.dtype).removeprefix("torch.")
         engine = f"draftsmith {package_version()}, {dtype}"
-        ended = [self._under_way.pop(id(request)) for request in requests]
-        return [
-            Written(ask, tuple(response.output().outputs[0].token_ids), engine)
-            for ask, response in ended
-        ]
+        return [self._under_way.pop(id(request)).written(engine) for request in requests]
 
     def close(self) -> None:
         """Aborts what is under way."""
-        for _, response in self._under_way.values():
-            self.llm.abort(response.request_id)
+        for begun in self._under_way.values():
+            self.llm.abort(begun.response.request_id)
         self._under_way.clear()

@@ -40,10 +40,7 @@ def written_texts(llm: LLM, count: int, **filters) -> list[Response]:
         for i in range(count)
     ]
     outputs = llm.generate(prompts, params, use_tqdm=False)
-    return [
-        Response("w", tuple(o.prompt_token_ids), tuple(o.outputs[0].token_ids), 1.0, 0)
-        for o in outputs
-    ]
+    return [Response.of("w", o.prompt_token_ids, o.outputs[0].token_ids, 1.0) for o in outputs]
 
 
 @pytest.mark.slow
@@ -86,7 +83,7 @@ def shared_replays(folder: Path) -> list[tuple[dict, list[int]]]:
     drafter.freeze()
     rng = np.random.default_rng(0)
     ids = rng.integers(3, 100, (5, 12)).tolist()
-    texts = [Response("w", tuple(row[:4]), tuple(row[4:]), 0.0) for row in ids]
+    texts = [Response.of("w", row[:4], row[4:], 0.0) for row in ids]
     replayed: list[int] = []
     whole = module.expected_acceptance
 
@@ -114,7 +111,7 @@ def test_held_out_texts_are_shared_by_processes_that_all_have_the_result(tmp_pat
     assert everyone[0][1][0] == everyone[1][1][0]
 
 
-TEXT = Response("w", (3, 4), (5, 6), 1.0, 0)
+TEXT = Response.of("w", (3, 4), (5, 6), 1.0)
 
 
 @pytest.mark.parametrize(

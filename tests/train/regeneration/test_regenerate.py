@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+import tracemalloc
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
 from accelerate import Accelerator
 from accelerate.utils import gather_object
@@ -20,7 +22,7 @@ from draftsmith.train.pipeline.data_stage import write_in_parts
 from draftsmith.train.recipe.data_sections import RegenerateSection, spread
 from draftsmith.train.regeneration.conversations import TargetFacts
 from draftsmith.train.regeneration.regenerate import regenerate
-from draftsmith.train.regeneration.store import ResponseStore
+from draftsmith.train.regeneration.store import Response, ResponseStore, TokenIds
 from tests.support.disks import full_disk
 from tests.support.errors import raises_at
 from tests.support.models import make_tiny_model
@@ -168,13 +170,30 @@ def test_all_processes_write_what_one_would(tmp_path):
         assert files and all(name.endswith("jsonl") for name in files), kind
 
 
+def test_responses_at_rest_take_a_few_bytes_per_token(tmp_path):
+    """Those of a data set are in memory at once, a billion tokens and more."""
+    ids = np.random.default_rng(0).integers(1000, 150_000, (20, 1000))
+    store = ResponseStore(tmp_path, "n")
+    for number, row in enumerate(ids.tolist()):
+        store.add(str(number), row, "here")
+    tracemalloc.start()
+    try:
+        known = ResponseStore(tmp_path, "n").known
+        responses = [Response.of("w", [], known[str(i)].unpacked(), 0.0) for i in range(len(ids))]
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert [list(response.output_ids) for response in responses] == ids.tolist()
+    assert held < 10 * ids.size  # 4 in the store and 4 here
+
+
 def test_store_without_room_names_its_file_and_keeps_what_it_has(tmp_path):
     store = ResponseStore(tmp_path, "n")
     store.add("a", [1], "here")
     with full_disk(), pytest.raises(OSError) as error:
         store.add("b", [1] * 100, "here")
     assert [error.value.filename] == [str(path) for path in tmp_path.iterdir()]
-    assert ResponseStore(tmp_path, "n").known == {"a": [1]}
+    assert ResponseStore(tmp_path, "n").known == {"a": TokenIds.of([1])}
 
 
 def test_nothing_is_written_twice_and_settings_do_not_mix(write, tmp_path):

@@ -27,7 +27,7 @@ from draftsmith.train.recipe.endpoints import EndpointError
 from draftsmith.train.regeneration import servers
 from draftsmith.train.regeneration.conversations import TargetFacts
 from draftsmith.train.regeneration.regenerate import regenerate
-from draftsmith.train.regeneration.store import Record, ResponseStore
+from draftsmith.train.regeneration.store import Record, ResponseStore, TokenIds
 from tests.support.errors import raises_at
 
 TARGET = Path(__file__).resolve().parents[3] / "recipes" / "quickstart" / "target"
@@ -258,7 +258,7 @@ def test_processes_share_no_file_and_nonsense_is_named(tmp_path):
         store.add(key, [1], "e")
         store.close()
     path, _ = tmp_path.iterdir()
-    assert ResponseStore(tmp_path, "n").known == {"a": [1], "b": [1]}
+    assert ResponseStore(tmp_path, "n").known == dict.fromkeys("ab", TokenIds.of([1]))
     path.write_text("nonsense\n")
     with pytest.raises(DataError, match=r"n\..*\.jsonl:1"):
         ResponseStore(tmp_path, "n")

@@ -32,7 +32,7 @@ from tests.support.targets import save_target
 from tests.support.training import SHAPES, make_recipe, make_rows, recipe_of
 from tests.support.training import make_trainer as trainer_of
 
-TEXTS = {t: [Response("w", (5, 6, 7), (8, 9, 10, 11, 12), t, 0)] for t in (0.0, 1.0)}
+TEXTS = {t: [Response.of("w", (5, 6, 7), (8, 9, 10, 11, 12), t)] for t in (0.0, 1.0)}
 SMALL = {"draft_vocab_size": 60, "unroll_steps": 3}
 FITTED = {**SMALL, "norm_before_residual": True, "init": "least_squares"}
 NORMS, HEADS = {"fc_norm": True, "norm_output": True}, {"num_heads": 3, "unroll_steps": 3}
