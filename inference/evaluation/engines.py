@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from typing_extensions import override
@@ -111,8 +111,9 @@ class Drafting:
 
 
 class MeasuredEngine(ABC):
-    """One engine with one target and one drafter."""
+    """One engine with one target and one drafter. `name`: of the engine, in reports."""
 
+    name: ClassVar[str]
     device = torch.device("cpu")  # of the timed work, if this process launches it
 
     def __init__(self, drafting: Drafting) -> None:
@@ -142,7 +143,7 @@ class MeasuredEngine(ABC):
 
     @abstractmethod
     def facts(self) -> EngineFacts:
-        """Name, version and platform of the engine."""
+        """Name, version and platform of the engine, once it is prepared."""
 
     @abstractmethod
     def in_float32(self, rows: int) -> MeasuredEngine | None:
@@ -189,6 +190,8 @@ class MeasuredEngine(ABC):
 class RuntimeEngine(MeasuredEngine):
     """This project's runtime."""
 
+    name = OUR_ENGINE
+
     def __init__(self, drafting: Drafting) -> None:
         super().__init__(drafting)
         options: dict[str, Any] = {"max_num_seqs": drafting.rows, "seed": drafting.seed}
@@ -200,8 +203,10 @@ class RuntimeEngine(MeasuredEngine):
     @cached_property
     def models(self) -> tuple[FrozenTarget, Drafter | None]:
         """The target that is served, and a second drafter, which is replayed."""
-        target, folder = self.llm.engine.target, self.drafting.drafter
-        return target, None if folder is None else load_drafter(folder, target)
+        target = self.llm.engine.target
+        if self.drafting.drafter is None:
+            return target, None
+        return target, load_drafter(self.drafting.drafter, target)
 
     @property
     def target(self) -> FrozenTarget:
@@ -221,7 +226,7 @@ class RuntimeEngine(MeasuredEngine):
     @override
     def facts(self) -> EngineFacts:
         sampled = "probabilistic" if self.drafting.drafter is not None else None
-        return EngineFacts(name=OUR_ENGINE, version=package_version(), draft_sample_method=sampled)
+        return EngineFacts(name=self.name, version=package_version(), draft_sample_method=sampled)
 
     @override
     def prepare(self, prompts: Prompts, max_tokens: int) -> None:

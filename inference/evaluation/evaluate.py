@@ -147,10 +147,11 @@ def evaluate(
 
     Errors: CheckpointError if the drafter is not exactly as its config says, ConfigError for
     prompts that do not fit or for something that the engine cannot do."""
-    settings, began = settings or EvaluationSettings(), time.monotonic()
+    settings = settings or EvaluationSettings()
+    began = time.monotonic()
     progress(0.0, "loading")
-    cells = _cells(workloads, suites, settings)
-    in_flight = sum(len(cell.chats) for cell in cells if cell.temperature == cells[0].temperature)
+    parts = _parts(workloads, suites, settings)
+    in_flight = sum(len(part.chats) for part in parts)
     drafting = Drafting.of(
         str(model),
         None if drafter is None else str(drafter),
@@ -161,8 +162,7 @@ def evaluate(
         options=dict(llm_options or {}),
     )
     measured = engine(drafting)
-    for cell in cells:
-        cell.method = drafting.method
+    cells = _cells(parts, measured, settings)
     run = _Evaluation(measured, cells, settings, progress)
     try:
         facts = _measure(run, provenance or {})
@@ -181,8 +181,6 @@ def _measure(run: _Evaluation, provenance: Mapping[str, Any]) -> Provenance:
         facts = _provenance(run.engine, max_num_seqs=settings.batch_size, **provenance)
     finally:
         run.engine.close()
-    for cell in run.cells:
-        cell.engine = facts.engine
     if settings.lossless_prompts:
         run.check_float32()  # in an engine of its own, after the first has freed its memory
     return facts
@@ -197,11 +195,14 @@ def _provenance(
 ) -> Provenance:
     """The provenance of an engine that has not been closed, with `duration_s` 0. `chat_template`:
     used instead of the tokenizer's."""
-    drafting, target, facts = engine.drafting, engine.target, engine.facts()
+    drafting = engine.drafting
+    target = engine.target
+    facts = engine.facts()
     template = chat_template or getattr(engine.tokenizer, "chat_template", None)
     if not (template is None or isinstance(template, str)):  # several, by name
         template = json.dumps(template)
-    config, weights = drafting.speculative_config, None
+    config = drafting.speculative_config
+    weights = None
     target_weights = model_weights_sha256(drafting.model, drafting.options.get("revision"))
     if drafting.drafter is not None:
         folder = cached_folder(drafting.drafter)
@@ -227,12 +228,21 @@ def _provenance(
     )
 
 
+@dataclass(frozen=True)
+class _Part:
+    """The conversations of one workload. `suite`: of which it is a category."""
+
+    workload: str
+    chats: Sequence[Chat]
+    suite: str | None
+
+
 @dataclass
 class _CellRun(Measurement):
     """One (workload, temperature) while it is measured. `baseline`: the responses without drafting
     to the prompts of `requests`. `ended`: acceptance and times are there."""
 
-    chats: list[Chat] = field(default_factory=list)
+    chats: Sequence[Chat] = ()
     baseline: list[RequestOutput] = field(default_factory=list)
     ended: bool = False
 
@@ -242,39 +252,54 @@ class _CellRun(Measurement):
         return [output.prompt_token_ids for output in self.requests]
 
 
-def _cells(
+def _parts(
     workloads: Workloads, suites: Sequence[MeasuredSuite], settings: EvaluationSettings
-) -> list[_CellRun]:
-    """By temperature, then workload, those of suites last and whole. DataError or ConfigError if
-    there is nothing to measure."""
-    parts: list[tuple[str | None, str, Sequence[Sequence[int] | Chat]]] = [
-        (None, name, prompts[: settings.prompts_per_workload])
-        for name, prompts in workloads.items()
-    ]
+) -> list[_Part]:
+    """What is measured at every temperature: the workloads, then the categories of suites, which
+    are measured whole. DataError or ConfigError if there is nothing to measure."""
+    most = settings.prompts_per_workload
+    parts = [_Part(name, _chats(prompts[:most]), None) for name, prompts in workloads.items()]
     for measured in suites:
-        parts += [(measured.facts.name, *category) for category in measured.workloads.items()]
+        for category, prompts in measured.workloads.items():
+            parts.append(_Part(category, _chats(prompts), measured.facts.name))
     if ALL_WORKLOADS in workloads:
         raise ConfigError(
             f"a workload is called {ALL_WORKLOADS}, the name that reports pool all of them under;"
             " give its rows, or its source, another `workload`",
             where="evaluate",
         )
-    counts = {name: len(prompts) for _, name, prompts in parts}
-    if not all(len(prompts) for *_, prompts in parts) or not parts:
+    counts = {part.workload: len(part.chats) for part in parts}
+    if not parts or not all(part.chats for part in parts):
         raise DataError(
             f"every workload needs at least one prompt; there are {counts or 'none'}",
             where="evaluate",
         )
     if not settings.temperatures:
         raise ConfigError("give at least one temperature, such as 0", where="evaluate")
-    k = settings.num_speculative_tokens
-    cells = []
-    for temperature in settings.temperatures:
-        for suite, name, prompts in parts:
-            chats = [p if isinstance(p, Chat) else Chat(p) for p in prompts]
-            # the method is filled in once it is known
-            cells.append(_CellRun(name, temperature, "", k, suite=suite, chats=chats))
-    return cells
+    return parts
+
+
+def _chats(prompts: Sequence[Sequence[int] | Chat]) -> list[Chat]:
+    return [prompt if isinstance(prompt, Chat) else Chat(prompt) for prompt in prompts]
+
+
+def _cells(
+    parts: Sequence[_Part], engine: MeasuredEngine, settings: EvaluationSettings
+) -> list[_CellRun]:
+    """By temperature, then part. Nothing is measured yet."""
+    return [
+        _CellRun(
+            part.workload,
+            temperature,
+            engine.drafting.method,
+            settings.num_speculative_tokens,
+            engine=engine.name,
+            suite=part.suite,
+            chats=part.chats,
+        )
+        for temperature in settings.temperatures
+        for part in parts
+    ]
 
 
 class EvaluationStopped(KeyboardInterrupt):
@@ -435,7 +460,8 @@ class _Evaluation:
 
         It makes an engine of its own, once the first one has been closed, and adds a check to the
         cells of the lowest temperature."""
-        s, coldest = self.settings, min(self.settings.temperatures)
+        s = self.settings
+        coldest = min(s.temperatures)
         cells = [cell for cell in self.cells if cell.temperature == coldest]
         parts = [cell.prompts[: s.lossless_prompts] for cell in cells]
         prompts = [prompt for part in parts for prompt in part]
@@ -457,8 +483,13 @@ class _Evaluation:
         off: Sequence[RequestOutput],
         on: Sequence[RequestOutput],
     ) -> LosslessCheck:
-        k, rows = self.settings.num_speculative_tokens, min(self.settings.rows, len(on))
-        return compare_greedy(engine.runner, off, on, num_speculative_tokens=k, rows=rows)
+        return compare_greedy(
+            engine.runner,
+            off,
+            on,
+            num_speculative_tokens=self.settings.num_speculative_tokens,
+            rows=min(self.settings.rows, len(on)),
+        )
 
     def _note(self, text: str) -> None:
         self.progress(self.done / len(self.cells), text)

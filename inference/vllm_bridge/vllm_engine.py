@@ -51,7 +51,8 @@ SENT = (  # fields of SamplingParams that vLLM gets
     "frequency_penalty",
     "max_tokens",
 )
-LOG_LINES, MESSAGE = 15, 500  # of vLLM's log in an error: lines, and characters per line
+LOG_LINES = 15  # of vLLM's log in an error
+MESSAGE = 500  # most characters of such a line, and of what vLLM says is wrong
 
 # set by torchrun, accelerate and the like for each process; vLLM would take them for its own
 LAUNCHER = re.compile(
@@ -123,7 +124,7 @@ class Worker:
         return answer
 
     def stop(self) -> None:
-        """Ends the process."""
+        """Ends the process, if it runs."""
         assert self.process.stdin is not None and self.process.stdout is not None
         if self.process.poll() is None:
             self.process.stdin.close()
@@ -144,9 +145,12 @@ class Worker:
 class VllmEngine(MeasuredEngine):
     """Two processes of vLLM around one target, with drafting and without."""
 
+    name = VLLM
+
     def __init__(self, drafting: Drafting, options: VllmOptions) -> None:
         super().__init__(drafting)
-        self.options, self.python = options, vllm_python(options.python)
+        self.options = options
+        self.python = vllm_python(options.python)
         self.config, self.needs = speculative_config(drafting, vllm_version(self.python))
         self.end = ending_token_ids(drafting, self.tokenizer)
         self.workers: dict[bool, Worker] = {}  # by whether they draft
@@ -172,7 +176,6 @@ class VllmEngine(MeasuredEngine):
             question: dict[str, Any] = {"model": self.drafting.model, "options": options}
             question["speculative_config"] = config
             self.workers[speculate] = Worker(self.python, question)
-            self._facts = self.workers[speculate].facts
 
     @cached_property
     def _target(self) -> Any:
@@ -191,7 +194,8 @@ class VllmEngine(MeasuredEngine):
     def facts(self) -> EngineFacts:
         default = None if self.drafting.drafter is None else "greedy"
         method = self.config.get("draft_sample_method", default)
-        return EngineFacts(name=VLLM, draft_sample_method=method, **self._facts)
+        versions = self.workers[False].facts  # of both; a worker that has stopped still has them
+        return EngineFacts(name=self.name, draft_sample_method=method, **versions)
 
     @override
     def in_float32(self, rows: int) -> VllmEngine | None:
@@ -219,8 +223,8 @@ class VllmEngine(MeasuredEngine):
 
     @override
     def stop(self) -> None:
-        while self.workers:
-            self.workers.popitem()[1].stop()
+        for worker in self.workers.values():
+            worker.stop()
 
 
 def ending_token_ids(drafting: Drafting, tokenizer: Any) -> list[int]:
@@ -245,7 +249,8 @@ def speculative_config(
 
     The method is always named, or vLLM would guess it from the path. ConfigError for an export that
     is no model."""
-    config, needs = dict(drafting.speculative_config), dict[str, Any]()
+    config = dict(drafting.speculative_config)
+    needs: dict[str, Any] = {}
     if drafting.drafter is None:
         if (method := method_options(drafting.method)).vllm is None:
             raise ConfigError(f"{method.vllm_note}", where="--engine vllm")

@@ -54,8 +54,8 @@ class CpuHiddenStatesConnector(own.ExampleHiddenStatesConnector):
         if self.has_connector_metadata():
             for pending in getattr(self._get_connector_metadata(), "pending_saves", ()):
                 self._submit_async_write(pending)
-        self._accumulated_finished_req_ids |= finished_req_ids
+        self._accumulated_finished_req_ids.update(finished_req_ids)
         done = self._accumulated_finished_req_ids & self._written
-        self._accumulated_finished_req_ids -= done
+        self._accumulated_finished_req_ids.difference_update(done)
         self._written -= done
         return done or None, None
