@@ -12,10 +12,10 @@ from draftsmith.speculators.errors import ConfigError
 PYTHON = "DRAFTSMITH_VLLM_PYTHON"  # names the interpreter of an environment that has vLLM
 
 
-def vllm_python(given: str | None = None) -> str:
-    """The interpreter to run vLLM with: `given`, the one of DRAFTSMITH_VLLM_PYTHON, or this one.
-    ConfigError if it has no vLLM."""
-    python = given or os.environ.get(PYTHON) or sys.executable
+def vllm_python(name: str | None = None) -> str:
+    """The interpreter to run vLLM with: `name`, else the one of DRAFTSMITH_VLLM_PYTHON, else the
+    interpreter that runs here. ConfigError if it has no vLLM."""
+    python = name or os.environ.get(PYTHON) or sys.executable
     vllm_version(python)
     return python
 

@@ -41,12 +41,13 @@ def register(app: typer.Typer) -> None:
     flags.register(app, "bench", BenchOptions, run)
 
 
-def run(given: flags.Values, _: Sequence[str] = ()) -> None:
+def run(values: flags.Values, _: Sequence[str] = ()) -> None:
     """Exit code 1: a request failed."""
     from draftsmith.inference.bench.compare_servers import compare
     from draftsmith.inference.bench.load_generator import measure, prepare, without_details
 
-    options, console = flags.validated(BenchOptions, "bench", given), Console()
+    options = flags.validated(BenchOptions, "bench", values)
+    console = Console()
     compared = options.baseline_url is not None
     file = Path(options.result_dir) / ("comparison.json" if compared else "bench.json")
     saved = compared or options.save_result

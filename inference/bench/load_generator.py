@@ -56,8 +56,8 @@ def prepare(options: BenchOptions) -> list[Question]:
     if options.random:
         from draftsmith.inference.entrypoints.loading import load_tokenizer
 
-        name, trust = options.tokenizer or str(options.model), options.trust_remote_code
-        tokenizer = load_tokenizer(name, None, trust_remote_code=trust)
+        name = options.tokenizer or str(options.model)
+        tokenizer = load_tokenizer(name, None, trust_remote_code=options.trust_remote_code)
     return load_questions(options, tokenizer)
 
 

@@ -135,7 +135,8 @@ def accept_tables(
     # slot of anchor 0
     first = torch.tensor([len(prompt) - 1 for prompt, _ in texts], device=target.device)
     is_anchor = (torch.arange(B * T, device=target.device) % T) >= first[rows]
-    ids, states = features.input_ids.flatten(), features.last_hidden.flatten(0, 1)
+    ids = features.input_ids.flatten()
+    states = features.last_hidden.flatten(0, 1)
     for step in drafter.unroll(features, k):
         kept = is_anchor[step.anchor_index]
         index = step.target_index[kept]

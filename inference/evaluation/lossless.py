@@ -22,6 +22,7 @@ from draftsmith.inference.report.schema import LosslessCheck, TokenDifference
 
 # logits whose noise is watched: a single one, rounded to bfloat16, often happens not to move
 LEADING = 8
+MOST_LONGER = 29  # tokens that the other rows of a batch have more
 MOST_TOKENS = EngineOptions().max_num_batched_tokens  # of a forward that is no verification
 
 
@@ -110,8 +111,11 @@ def _shapes(
     and decoding, alone, in equal rows, and in rows of another length (whose masks take another path
     through the attention kernel). What is longer than MOST_TOKENS in all rows is fed in chunks, as
     the engine feeds prompts."""
-    ids, rows, longer_by = prompt + output, max(rows, 2), min(len(prompt), 29)
-    at_once, in_blocks = [len(ids)], [len(prompt), *_split(len(output), block)]
+    ids = prompt + output
+    rows = max(rows, 2)
+    longer_by = min(len(prompt), MOST_LONGER)
+    at_once = [len(ids)]
+    in_blocks = [len(prompt), *_split(len(output), block)]
     if len(output) < block < len(ids):
         in_blocks = [len(ids) - block, block]  # as wide as the run's first verifications
     decoded = [len(prompt), *_split(len(output), 1)]

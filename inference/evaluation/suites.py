@@ -67,7 +67,8 @@ def load_suite(name: str, path: str | Path) -> list[Conversation]:
 
     DataError for a file that is not there, with the command for it, for one without rows, and, with
     file and line, for a row that has not the suite's shape."""
-    suite, file = SUITES[name], Path(path)
+    suite = SUITES[name]
+    file = Path(path)
     if not file.is_file():
         fetch = f"Fetch it (docs/evaluate.md): mkdir -p {DIR}; {suite.fetch}"
         raise DataError(f"no such file. {fetch}", where=f"suite {name}: {file}")

@@ -22,7 +22,8 @@ from draftsmith.inference.report.schema import ALL_WORKLOADS, AcceptanceReport
 from draftsmith.inference.report.table import EVERY, notes, row, spread
 
 PALETTE = ("#0072b2", "#e69f00", "#00805e", "#b8508f", "#56b4e9", "#c9520a", "#7a5fb5", "#8a7a2c")
-INK, GRID = "#23272e", "#e3e3de"
+INK = "#23272e"
+GRID = "#e3e3de"
 WIDTH = 5.4  # inches
 LONGEST_LABEL = 24  # characters of a workload's name in a figure; the table has all of it
 STYLE: Any = {
@@ -89,7 +90,8 @@ def svg(figure: Figure) -> Markup:
 def speedup_bars(report: AcceptanceReport) -> Figure | None:
     """Speedup over drafting off by workload, a bar per temperature with 90 % whiskers, where the
     repeats are enough for an interval; None if nothing was timed."""
-    workloads, temperatures = report.workloads(), report.temperatures()
+    workloads = report.workloads()
+    temperatures = report.temperatures()
     timed = [
         (cell.temperature, workloads.index(cell.workload), speedup)
         for cell in report.own_cells()

@@ -81,7 +81,8 @@ def _tables(report: AcceptanceReport) -> list[tuple[str, str, str]]:
 def serving(facts: CardFacts) -> list[tuple[str, str, str]]:
     """(engine, language of its snippet, snippet), of every engine that loads this family in this
     format."""
-    config, target = facts.config, facts.base_model or facts.target_name
+    config = facts.config
+    target = facts.base_model or facts.target_name
     format_ = (facts.fields.get("draftsmith") or {}).get("format", NATIVE)
     commands = serving_commands(
         config.family,
@@ -103,18 +104,21 @@ def serving(facts: CardFacts) -> list[tuple[str, str, str]]:
 
 def unmeasured(report: AcceptanceReport) -> list[str]:
     """Sentences that name what was not measured and could be taken for measured."""
-    p, cells = report.provenance, report.own_cells()
+    provenance = report.provenance
+    cells = report.own_cells()
     lines = ["Hardware, dtypes, targets, workloads and temperatures other than those named here."]
     if others := report.engines()[1:]:
         lengths = ", ".join(
             f"{cell.acceptance_length:.2f} at temperature {cell.temperature:g}"
             for cell in report.pooled(others[0])
         )
-        lines.append(f"SGLang. The table is of {p.engine}; τ over all in {others[0]}: {lengths}.")
+        lines.append(
+            f"SGLang. The table is of {provenance.engine}; τ over all in {others[0]}: {lengths}."
+        )
     else:
         lines.append("vLLM and SGLang: the results are those of Draftsmith's own runtime.")
-    if p.max_num_seqs:
-        lines.append(f"Batches of another size than {p.max_num_seqs}.")
+    if provenance.max_num_seqs:
+        lines.append(f"Batches of another size than {provenance.max_num_seqs}.")
     if not any(cell.speedup_vs_autoregressive for cell in cells):
         lines.append("Speedup: there was no timed run without drafting.")
     if not any(cell.lossless for cell in cells):

@@ -187,8 +187,8 @@ def cell_table(cells: Iterable[Cell], title: str) -> Table:
 
 def _cells(report: AcceptanceReport, title: str) -> Table:
     table = new_table(title, *COLUMNS)
-    own, *others = report.engines()
-    for cell in report.own_cells(own):
+    first, *others = report.engines()
+    for cell in report.own_cells(first):
         style = "bold" if cell.workload == ALL_WORKLOADS else None
         table.add_row(*_values(row(cell)), style=style)
         for engine in others:

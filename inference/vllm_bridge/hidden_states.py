@@ -43,7 +43,8 @@ class HiddenStates:
         options: Mapping[str, Any] | None = None,
         folder: Path | None = None,
     ) -> None:
-        self.layers, self._python = tuple(layers), vllm_python(python)
+        self.layers = tuple(layers)
+        self._python = vllm_python(python)
         self._folder = tempfile.TemporaryDirectory(prefix="hidden-states-", dir=folder)
         extraction = {
             "method": "extract_hidden_states",
@@ -88,7 +89,8 @@ class HiddenStates:
     def _read(self, path: str | None, text: Sequence[int]) -> Tensor:
         if path is None or not Path(path).exists():
             raise VllmError(f"left no hidden states of a text of {len(text)} tokens", where="vLLM")
-        file, lock = Path(path), Path(f"{path}.lock")
+        file = Path(path)
+        lock = Path(f"{path}.lock")
         if lock.exists():  # held until the file is whole
             with lock.open() as held:
                 fcntl.flock(held, fcntl.LOCK_SH)

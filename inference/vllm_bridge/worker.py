@@ -87,7 +87,8 @@ def write(
         written[name] = {"steps": [], "finish_reason": None, "accepted": None, "drafted": None}
     while engine.has_unfinished_requests():
         for output in engine.step():
-            new, answer = output.outputs[0], written[output.request_id]
+            new = output.outputs[0]
+            answer = written[output.request_id]
             if new.token_ids:
                 answer["steps"].append(list(new.token_ids))
             if output.finished:
