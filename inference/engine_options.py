@@ -37,7 +37,7 @@ class EngineOptions(BaseModel):
         "auto", "precision of the target: float32, bfloat16 or float16; auto: the checkpoint's"
     )
     device: Annotated[str | None, BeforeValidator(_text)] = option(
-        None, "cpu, cuda, cuda:1, …; default: cuda if there is one, else cpu"
+        None, "cpu, cuda, cuda:1, …; default: the accelerator, else cpu"
     )
     revision: str | None = option(
         None, "branch, tag or commit of the model's repository; default: main"

@@ -57,7 +57,9 @@ def main(
     repeats: Annotated[int, Option(min=1, help="Timed passes of each; medians count.")] = 3,
     max_num_seqs: Annotated[int, Option(min=1, help="Responses at the same time.")] = 1,
     max_model_len: Annotated[int | None, Option(help="Longest prompt and response.")] = None,
-    device: Annotated[str | None, Option(help="cpu, cuda, cuda:1, ...; cuda, if any.")] = None,
+    device: Annotated[
+        str | None, Option(help="cpu, cuda, ...; default: the accelerator, else cpu.")
+    ] = None,
     dtype: Annotated[str, Option(help="Precision of the target; auto: its own.")] = "auto",
     tensor_parallel_size: Annotated[int, Option(help="As in vLLM; one device is used.")] = 1,
     gpu_memory_utilization: Annotated[float, Option(help="As in vLLM.")] = 0.9,

@@ -25,9 +25,23 @@ BFLOAT16 = ("avx512_bf16", "amx_bf16", "avx_ne_convert", "avx10_2", "bf16", "sve
 ARCHITECTURES = ("x86_64", "amd64", "arm64", "aarch64")
 
 
+# Kinds of accelerators that nothing runs on, and why.
+UNSUPPORTED = {"mps": "it has no float64, which sampling and the trainer's sums need"}
+
+
 def own_device() -> torch.device:
-    """This machine's accelerator if one is available, or its CPU."""
+    """Where everything runs unless a device is named: this machine's accelerator if one is
+    available and supported, or its CPU."""
+    if torch.backends.mps.is_available():  # then it is what torch calls the accelerator
+        say_unsupported("mps")
+        return torch.device("cpu")
     return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+
+
+@lru_cache
+def say_unsupported(kind: str) -> None:
+    """Warns, once per process, that this kind of accelerator is left alone."""
+    logger.warning("%s is not supported (%s); the CPU is used", kind, UNSUPPORTED[kind])
 
 
 def free_memory() -> None:

@@ -85,7 +85,7 @@ class LLM:
                 with a model in memory, prompts are token ids and texts are empty
     dtype       precision of the target: "float32", "bfloat16", "float16"; "auto": the checkpoint's,
                 or float32 in place of bfloat16 on a CPU without instructions for it
-    device      "cpu", "cuda", "cuda:1", …; None: cuda if there is one, else cpu
+    device      "cpu", "cuda", "cuda:1", …; None: the accelerator of this machine, else cpu
     revision    branch, tag or commit of the model's repository; None: main
     trust_remote_code       run Python code that comes with the model's repository
     speculative_config      how to draft, by vLLM's names; None: no drafting. Its keys, of which

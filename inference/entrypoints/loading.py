@@ -26,7 +26,7 @@ from draftsmith.speculators.drafter import Drafter
 from draftsmith.speculators.errors import CheckpointError, ConfigError
 from draftsmith.speculators.export import load_drafter, read_drafter_config
 from draftsmith.speculators.hub import one_line, split_revision
-from draftsmith.speculators.precision import as_dtype
+from draftsmith.speculators.precision import UNSUPPORTED, as_dtype, own_device
 from draftsmith.speculators.target.frozen_target import FrozenTarget
 from draftsmith.speculators.target.longrope import fix_frequencies, original_length
 
@@ -234,10 +234,10 @@ def model_limit(target: FrozenTarget, requested: int | None, drafter: Drafter | 
 
 
 def default_device(device: str | None) -> torch.device:
-    """A GPU if there is one, also in place of a kind that only another build of vLLM knows: where a
-    model runs changes no output beyond rounding. ConfigError for an accelerator that this machine
-    has not."""
-    default = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    """`own_device` unless one is named, also in place of a kind that only another build of vLLM
+    knows: where a model runs changes no output beyond rounding. ConfigError for an accelerator that
+    this machine has not, or that is not supported."""
+    default = own_device()
     try:
         chosen = torch.device(device or default)
     except RuntimeError:
@@ -250,6 +250,12 @@ def default_device(device: str | None) -> torch.device:
 def _require_present(device: torch.device) -> None:
     if device.type in ("cpu", "meta"):
         return
+    if device.type in UNSUPPORTED:
+        raise ConfigError(
+            f"{str(device)!r} is not supported: {UNSUPPORTED[device.type]}; expected cpu, or leave"
+            " it out",
+            where="device",
+        )
     try:
         count = torch.get_device_module(device).device_count()
     except (RuntimeError, AttributeError):

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from draftsmith.inference import LLM
+from draftsmith.inference.entrypoints.loading import default_device
 from draftsmith.inference.evaluation.engines import Drafting
 from draftsmith.inference.vllm_bridge.vllm_engine import VllmEngine, VllmOptions
 from draftsmith.speculators.precision import (
@@ -17,6 +18,7 @@ from draftsmith.speculators.precision import (
     multiplies_bfloat16,
     own_device,
     running_dtype,
+    say_unsupported,
     say_widened,
 )
 from draftsmith.speculators.target.frozen_target import FrozenTarget
@@ -105,6 +107,20 @@ def test_all_who_say_auto_mean_the_same(cpu, folder, monkeypatch):
     assert make_stage(recipe, device=torch.device("cuda")).autocast == narrow
     if not torch.accelerator.is_available():
         assert make_accelerator(recipe).mixed_precision == "no"
+
+
+def test_the_accelerator_of_a_mac_is_left_alone_and_named(monkeypatch, caplog):
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    monkeypatch.setattr(
+        torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("mps")
+    )
+    say_unsupported.cache_clear()
+    with caplog.at_level(logging.WARNING, "draftsmith.speculators.precision"):
+        devices = [own_device(), own_device(), default_device(None)]
+    assert devices == [torch.device("cpu")] * 3
+    assert [record.args[0] for record in caplog.records] == ["mps"]
+    recipe = recipe_of("eagle3", training={"steps": 2})
+    assert make_accelerator(recipe).device == torch.device("cpu")
 
 
 def test_an_accelerator_that_torch_was_built_for_but_is_not_there_is_not_used(monkeypatch):

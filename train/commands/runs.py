@@ -46,18 +46,17 @@ def regenerate(
 ) -> None:
     """Write a recipe's responses ahead of its training, at its endpoints if any; again: it goes
     on."""
-    from accelerate import Accelerator
-
     from draftsmith.inference.progress import Stages
     from draftsmith.train.pipeline.adapted_target import with_adapted_target
     from draftsmith.train.pipeline.data_stage import DataStage
+    from draftsmith.train.pipeline.run import make_accelerator
     from draftsmith.train.pipeline.run_target import load_target
     from draftsmith.train.recipe.load import load_recipe
 
     own_part = parse_part(part)
     checked = load_recipe(recipe, overrides or ())
     stages = Stages()
-    accelerator = Accelerator()
+    accelerator = make_accelerator(checked.model_copy(update={"trackers": []}))
     checked = with_adapted_target(checked, accelerator)
     tokenizer = checked.target.load_tokenizer()
     target = None

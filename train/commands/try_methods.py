@@ -43,7 +43,9 @@ class TryOptions:
     repeats: Annotated[int, typer.Option(min=1, help="Interleaved passes of each.")] = 3
     max_num_seqs: Annotated[int, typer.Option(min=1, help="Responses at the same time.")] = 1
     dtype: Precision = "auto"
-    device: Annotated[str, typer.Option(help="cpu, cuda, ...; default: cuda, if any.")] = ""
+    device: Annotated[
+        str, typer.Option(help="cpu, cuda, ...; default: the accelerator, else cpu.")
+    ] = ""
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write all figures here.")
     ] = None

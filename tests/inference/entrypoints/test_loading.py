@@ -47,8 +47,8 @@ def test_end_of_sequence_of_a_revision_is_read_there(name, source, target, hub_c
     assert end_of_sequence_ids(name, None, **source) == frozenset(ENDS)
 
 
-@pytest.mark.parametrize("device", ["cuda:99", "xpu:99"])
-def test_device_that_is_not_there_is_refused(device):
+@pytest.mark.parametrize("device", ["cuda:99", "xpu:99", "mps"])
+def test_device_that_is_not_there_or_not_supported_is_refused(device):
     with raises_at(ConfigError, "device"):
         default_device(device)
 
