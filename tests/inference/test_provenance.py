@@ -1,23 +1,59 @@
-"""Provenance: the machine's part fills the report's fields, and hashes follow content and names."""
+"""Provenance: the software, the machine and the commit that a report names."""
 
 from __future__ import annotations
 
-import re
+import subprocess
 from importlib import metadata
 from pathlib import Path
 
 import torch
+import transformers
 
+from draftsmith.inference import provenance
 from draftsmith.inference.provenance import environment, git_commit
-from draftsmith.inference.report.schema import Provenance
 
 
-def test_environment_names_fields_of_the_report(tmp_path: Path) -> None:
+def git(folder: Path, *arguments: str) -> str:
+    identity = ("-c", "user.name=A", "-c", "user.email=a@example.org")
+    command = ["git", *identity, *arguments]
+    done = subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True)
+    return done.stdout.strip()
+
+
+def test_environment_is_of_the_device_and_of_what_is_installed() -> None:
     facts = environment("cpu", torch.bfloat16)
-    assert set(facts) <= set(Provenance.model_fields) and facts["cpu_model"]
-    assert (facts["device"], facts["dtype"], facts["accelerator"]) == ("cpu", "bfloat16", None)
-    assert re.fullmatch(r"None|[0-9a-f]{40}(-dirty)?", str(facts["git_commit"]))
-    assert git_commit(tmp_path) is None
+    assert facts.pop("cpu_model")
+    assert facts == {
+        "draftsmith_version": metadata.version("draftsmith"),
+        "git_commit": git_commit(Path(provenance.__file__).resolve().parent),
+        "torch_version": torch.__version__,
+        "transformers_version": transformers.__version__,
+        "threads": torch.get_num_threads(),
+        "device": "cpu",
+        "accelerator": None,
+        "dtype": "bfloat16",
+    }
+
+
+def test_environment_on_an_accelerator_names_it(claimed_gpu) -> None:
+    facts = environment("cuda", torch.float32)
+    assert (facts["device"], facts["accelerator"]) == ("cuda", torch.cuda.get_device_name())
+
+
+def test_git_commit_is_of_a_tree_that_tracks_the_folder(tmp_path: Path) -> None:
+    package, installed = tmp_path / "package", tmp_path / "package" / "installed"
+    installed.mkdir(parents=True)
+    assert git_commit(package) is None
+    code = package / "code.py"
+    code.write_text("1")
+    git(tmp_path, "init")
+    git(tmp_path, "add", "package")
+    git(tmp_path, "commit", "-m", "first")
+    (installed / "other.py").write_text("2")
+    assert git_commit(package) == git(tmp_path, "rev-parse", "HEAD")
+    assert git_commit(installed) is None
+    code.write_text("3")
+    assert git_commit(package) == git(tmp_path, "rev-parse", "HEAD") + "-dirty"
 
 
 def test_environment_outside_an_install_has_no_version(monkeypatch) -> None:

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from draftsmith.inference import LLM, SamplingParams
 from draftsmith.inference.report.schema import load_report
 from draftsmith.speculators.digests import weights_sha256
-from draftsmith.speculators.errors import CheckpointError
+from draftsmith.speculators.errors import CheckpointError, ConfigError
 from draftsmith.speculators.export import export_drafter, load_drafter
 from draftsmith.speculators.registry import config_for_target, family_class
 from draftsmith.speculators.target.frozen_target import FrozenTarget
@@ -91,9 +91,13 @@ def test_commands_without_the_extras_run_or_name_the_extra():
     assert len(parts) == 2 * len(expected), output
 
 
-def test_errors_name_file_and_key(recipe_file):
-    assert "training.stepz" in refused("train", recipe_file, "training.stepz=3")
-    assert "missing.yaml" in refused("train", recipe_file.parent / "missing.yaml")
+@pytest.mark.parametrize("overrides", [["training.stepz=3", "loss.jds=1"], ["name.x=1"]])
+def test_main_error_of_a_recipe_is_printed_whole_and_nothing_is_made(recipe_file, overrides):
+    with pytest.raises(ConfigError) as error:
+        load_recipe(recipe_file, overrides)
+    before = sorted(recipe_file.parent.iterdir())
+    assert refused("train", recipe_file, *overrides) == f"error: {error.value}\n"
+    assert sorted(recipe_file.parent.iterdir()) == before
 
 
 # ------------------------------------------------------------------ schema

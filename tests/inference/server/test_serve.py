@@ -5,18 +5,23 @@ from __future__ import annotations
 import json
 import logging
 import shlex
+import signal
 import socket
 
 import pytest
 import typer
+from transformers import GenerationConfig
 from typer.testing import CliRunner
 
 from draftsmith.inference.flags import given_values
-from draftsmith.inference.server.serve_command import bind, log_address, sampling_defaults
+from draftsmith.inference.server import serve_command
+from draftsmith.inference.server.protocol import CompletionRequest
+from draftsmith.inference.server.serve_command import DEFAULTS, bind, log_address
 from draftsmith.inference.server.serve_options import ServeFlags, read_flags, undeclared, with_model
 from draftsmith.speculators.errors import ConfigError
 from draftsmith.train.cli import app
 from tests.support.errors import raises_at
+from tests.support.targets import save_target
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 5}
 GUIDE = (
@@ -114,6 +119,41 @@ def test_announce_an_open_server_is_a_warning(host, keyed, level, caplog):
     assert record.levelname == level and f":{port}" in record.message
 
 
-def test_sampling_defaults_are_those_of_the_model():
-    config = {"temperature": 0.6, "top_k": 20, "max_new_tokens": 9, "do_sample": True}
-    assert sampling_defaults(config) == {"temperature": 0.6, "top_k": 20, "max_tokens": 9}
+OF_THE_MODEL = {"temperature": 0.6, "top_k": 20, "repetition_penalty": 1.1, "max_new_tokens": 9}
+
+
+@pytest.fixture
+def served(monkeypatch, tmp_path):
+    """`served(flags)`: the options that the routes get for a target with OF_THE_MODEL in its
+    generation_config.json."""
+    GenerationConfig(do_sample=True, **OF_THE_MODEL).save_pretrained(save_target(tmp_path))
+    options: list[ServeFlags] = []
+    # what serves until a signal
+    monkeypatch.setattr(serve_command, "serve_app", lambda llm, given, _: options.append(given))
+    interrupt = signal.getsignal(signal.SIGINT)
+
+    def run(flags: str) -> ServeFlags:
+        line = ["serve", str(tmp_path), "--port", "0", *flags.split()]
+        assert CliRunner().invoke(app, line).exit_code == 0
+        return options.pop()
+
+    yield run
+    signal.signal(signal.SIGINT, interrupt)
+
+
+def params_of(options: ServeFlags, **fields) -> dict:
+    request = CompletionRequest.read(json.dumps({"prompt": "x", **fields}).encode())
+    params = request.params(options)
+    return {name: getattr(params, DEFAULTS[name]) for name in OF_THE_MODEL}
+
+
+def test_run_requests_get_what_they_leave_out_from_the_generation_config(served):
+    options = served("")
+    assert params_of(options) == OF_THE_MODEL
+    asked = params_of(options, temperature=0, max_tokens=3)
+    assert asked == {**OF_THE_MODEL, "temperature": 0, "max_new_tokens": 3}
+
+
+def test_run_generation_config_vllm_leaves_the_model_s_parameters_out(served):
+    usual = {"temperature": 1.0, "top_k": 0, "repetition_penalty": 1.0, "max_new_tokens": 16}
+    assert params_of(served("--generation-config vllm")) == usual

@@ -140,15 +140,44 @@ def test_what_is_no_request_at_all_is_answered(url):
     assert "tiny" in check_shape(missing, 404, "model")
 
 
-def test_parameters_at_their_ends_leave_the_server_healthy(url):
-    for odd in (
-        {"logit_bias": {str(i): -100 for i in range(259)}},
-        {"repetition_penalty": 1e-308, "temperature": 1e308},
-        {"prompt": "\U0001f468\u200d\U0001f469 \u202e\x00\uffff", "stop": ["\U0001f600"]},
-    ):
-        request = {"prompt": "x", "temperature": 1, "seed": 1, "max_tokens": 4} | odd
-        assert CLIENT.post(url + COMPLETION, json=request).status_code in (200, 400)
-        assert CLIENT.get(url + "/health").status_code == 200
+INTEGER = 2**63  # beyond torch's integers
+ENDS = [  # field -> values at its ends, and values beyond them
+    ("temperature", (0, 5e-324, 1e308), (-5e-324,)),
+    ("top_p", (5e-324, 1), (0, 1 + 1e-9)),
+    ("top_k", (-1, 0, 260, INTEGER - 1), (-2,)),
+    ("min_p", (0, 1), (-1e-9, 1 + 1e-9)),
+    ("seed", (-INTEGER, INTEGER - 1), (-INTEGER - 1, INTEGER)),
+    ("repetition_penalty", (1e-3, 1e3), (9e-4, 1001)),
+    ("presence_penalty", (-2, 2), (-2.1, 2.1)),
+    ("frequency_penalty", (-2, 2), (-2.1, 2.1)),
+    ("logit_bias", ({"0": -1e4}, {"258": 1e4}), ({"0": -10001}, {"258": 10001}, {"259": 0})),
+    ("allowed_token_ids", ([258], list(range(259))), ([], [259])),
+    ("max_tokens", (1, 255), (0, 256)),
+    ("min_tokens", (0, 4), (-1, 5)),
+    ("n", (1, 4), (0,)),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("field, inside, beyond", ENDS, ids=[field for field, *_ in ENDS])
+def test_parameter_at_its_ends_is_served_and_beyond_them_refused(url, field, inside, beyond):
+    request = {"prompt": "x", "seed": 1, "max_tokens": 4, "ignore_eos": True}
+    for value in inside:
+        answer = CLIENT.post(url + COMPLETION, json=request | {field: value})
+        assert answer.status_code == 200, answer.text
+        asked = (request | {field: value})["max_tokens"]
+        choices = answer.json()["choices"]
+        assert answer.json()["usage"]["completion_tokens"] == asked * len(choices)
+    for value in beyond:
+        check_shape(CLIENT.post(url + COMPLETION, json=request | {field: value}), 400, field)
+
+
+def test_text_beyond_the_basic_plane_and_controls_is_written_on(url):
+    text = "\U0001f468\u200d\U0001f469 \u202e\x00\uffff"
+    request = {"prompt": text, "stop": ["\U0001f600"], "max_tokens": 4}
+    answer = CLIENT.post(url + COMPLETION, json=request)
+    assert answer.status_code == 200
+    assert answer.json()["usage"]["prompt_tokens"] == len(text.encode())
 
 
 def test_routes_are_behind_the_keys(serving, drafting_llm, model):
