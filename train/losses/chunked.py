@@ -28,9 +28,11 @@ class Sizes(NamedTuple):
     # Rows of a chunk: fewer, and reading the head's weights and adding up their gradient is no
     # longer small beside the products, which do more operations per byte on a GPU.
     rows: int
-    bytes: int  # of a chunk's logits in float32, at most ...
-    fewest: int  # ... unless it has no more rows than these
-    block_bytes: int  # of a block's float32 logits: per thread of a CPU, they stay in its cache
+    # Of a chunk's logits in float32, at most, unless it has no more rows than `fewest`.
+    bytes: int
+    fewest: int
+    # Of a block's float32 logits. On a CPU per thread: they stay in its cache.
+    block_bytes: int
 
 
 SIZES = {
@@ -111,13 +113,16 @@ def walk_order(target_index: Tensor, most: int) -> tuple[Tensor, list[Group]]:
     neighbours, in runs of at most `most`; runs of one length are a group. Waits for the device if
     the host does not know `target_index`."""
     ordered, order = torch.sort(on_host(target_index), stable=True)
+    # rows of each target, and which of its target's rows a row is
     counts = torch.unique_consecutive(ordered, return_counts=True)[1]
     rank = torch.arange(len(order)) - (counts.cumsum(0) - counts).repeat_interleave(counts)
     run = (rank % most == 0).cumsum(0) - 1  # [N]
     shared = torch.bincount(run)[run]  # [N] rows of each row's run
     order = order[torch.sort(shared, stable=True).indices]
-    groups, first = [], 0
-    for size, rows in zip(*(x.tolist() for x in torch.unique(shared, return_counts=True))):
+    sizes, rows_of_size = torch.unique(shared, return_counts=True)
+    groups = []
+    first = 0
+    for size, rows in zip(sizes.tolist(), rows_of_size.tolist()):
         groups.append(Group(first, rows // size, size))
         first += rows
     return order, groups
@@ -127,28 +132,36 @@ def in_chunks(groups: Sequence[Group], rows: int, block: int) -> Iterator[list[G
     """The groups split into blocks of at most `block` rows, as many in a chunk as fit `rows`."""
     chunk: list[Group] = []
     size = 0
-    for piece in (piece for group in groups for piece in group.split(block)):
-        if chunk and size + piece.rows > rows:
-            yield chunk
-            chunk, size = [], 0
-        chunk.append(piece)
-        size += piece.rows
+    for group in groups:
+        for piece in group.split(block):
+            if chunk and size + piece.rows > rows:
+                yield chunk
+                chunk = []
+                size = 0
+            chunk.append(piece)
+            size += piece.rows
     if chunk:
         yield chunk
 
 
 class Chunked(torch.autograd.Function):
-    """Computes the gradients in forward, chunk by chunk; backward scales them."""
+    """The sum of the losses [], and loss, alpha and agreement [N], which have no gradient.
+
+    Forward computes the gradients too, chunk by chunk, since a chunk's logits are gone after it:
+    those of `hidden` and of the parameters are what it saves. Backward gets the derivative of the
+    caller's loss by the sum, a number, and multiplies them by it where they lie. A second backward
+    would multiply twice, and is refused."""
 
     @override
     @staticmethod
     def forward(ctx, hidden: Tensor, task: Task, *parameters: Tensor):
-        rows, ctx.grad_hidden, ctx.grad_parameters = walk(
+        measures, ctx.grad_hidden, ctx.grad_parameters = walk(
             task, hidden, parameters, hidden.requires_grad
         )
         ctx.dtypes = [parameter.dtype for parameter in parameters]
-        ctx.mark_non_differentiable(*rows)
-        return rows[0].sum(), *rows
+        ctx.mark_non_differentiable(*measures)
+        loss, alpha, agreement = measures
+        return loss.sum(), loss, alpha, agreement
 
     @override
     @staticmethod
@@ -158,71 +171,181 @@ class Chunked(torch.autograd.Function):
                 "chunked_objective: backward ran a second time; call the objective again"
             )
         grad_hidden = None if ctx.grad_hidden is None else ctx.grad_hidden.mul_(grad)
-        pairs = zip(ctx.grad_parameters, ctx.dtypes, strict=True)
-        grad_parameters = [buffer.mul_(grad).to(dtype) for buffer, dtype in pairs]
-        ctx.grad_hidden = ctx.grad_parameters = (
-            None  # autograd owns them now, and need not copy them
-        )
+        grad_parameters = [
+            total.mul_(grad).to(dtype)
+            for total, dtype in zip(ctx.grad_parameters, ctx.dtypes, strict=True)
+        ]
+        # autograd owns them now, and need not copy them
+        ctx.grad_hidden = None
+        ctx.grad_parameters = None
         return grad_hidden, None, *grad_parameters
+
+
+@dataclass(frozen=True)
+class RowsInOrder:
+    """The rows of a call in the order of the walk, on its device."""
+
+    order: Tensor  # [N] the row of the caller that stands at each place of the walk
+    target_index: Tensor  # [N]
+    weight: Tensor  # [N]
+    labels: Tensor  # [N]
+
+    @classmethod
+    def of(cls, task: Task, order: Tensor) -> RowsInOrder:
+        """Those of a task, in an order [N]."""
+        return cls(order, task.target_index[order], task.weight[order], task.labels[order])
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What is measured of every row, in the order of the walk: filled in block by block."""
+
+    loss: Tensor  # [N] weight * D
+    alpha: Tensor  # [N]
+    agreement: Tensor  # [N] bool
+
+    @classmethod
+    def empty(cls, rows: int, dtype: torch.dtype, device: torch.device) -> Measured:
+        """For `rows` rows, without values."""
+        return cls(
+            torch.empty(rows, dtype=dtype, device=device),
+            torch.empty(rows, dtype=dtype, device=device),
+            torch.empty(rows, dtype=torch.bool, device=device),
+        )
+
+    def write(self, places: slice, loss: Tensor, alpha: Tensor, agreement: Tensor) -> None:
+        """Those of a block, [g, m], at its places."""
+        self.loss[places] = loss.flatten()
+        self.alpha[places] = alpha.flatten()
+        self.agreement[places] = agreement.flatten()
+
+    def by_row(self, order: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(loss, alpha, agreement) [N] in the order of the caller's rows."""
+        return (
+            torch.empty_like(self.loss).index_copy_(0, order, self.loss),
+            torch.empty_like(self.alpha).index_copy_(0, order, self.alpha),
+            torch.empty_like(self.agreement).index_copy_(0, order, self.agreement),
+        )
 
 
 def walk(
     task: Task, hidden: Tensor, parameters: Sequence[Tensor], needs_hidden: bool
 ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor | None, list[Tensor]]:
-    """((loss, alpha, agreement) [N], gradient of hidden [N, D] or None, those of parameters)."""
-    device, exact = hidden.device, precise(hidden.dtype)
+    """((loss, alpha, agreement) [N], gradient of hidden [N, D] or None, those of parameters).
+
+    Four words for what is computed together:
+
+    order   Rows that match the same target position are made neighbours (`walk_order`), and are put
+            back at the end. Everything in between is in this order; a place is a number in it.
+    chunk   n neighbours whose logits [n, Vd] are one product with the head's weight, and whose
+            gradient goes back through the head in one backward pass. It is the unit of the heads.
+    target  The u different positions that a chunk's rows match: logits [u, V], computed once.
+    block   Some targets of a chunk and the rows of each, a rectangle [count, shared] of the same
+            `shared`. It is scored at once, and alone is float32. It is the unit of the scores.
+
+    The derivative of the sum over rows of weight * D is d loss / d logits, which a block knows as
+    soon as it is scored, times d logits / d (states, parameters), which autograd knows of the
+    head. So a chunk is finished before the next one begins: its logits, its targets and its graph
+    are freed, and nothing of it is kept but its rows' measures, its states' gradient and a part of
+    the sum over chunks that is a parameter's gradient. These sums are at least float32, whatever
+    the dtype of the parameter: a bfloat16 sum of hundreds of parts would lose the small ones."""
+    device = hidden.device
     host_order, groups = walk_order(task.target_index, task.chunk_size)
-    order = to_device(host_order, device)
-    index, weight, labels = (x[order] for x in (task.target_index, task.weight, task.labels))
-    measured = [torch.empty(len(order), dtype=d, device=device) for d in (exact, exact, torch.bool)]
+    rows = RowsInOrder.of(task, to_device(host_order, device))
+    measured = Measured.empty(len(hidden), precise(hidden.dtype), device)
     grad_hidden = torch.zeros_like(hidden) if needs_hidden else None
     sums = {p: torch.zeros_like(p, dtype=precise(p.dtype)) for p in parameters}
     trains = needs_hidden or bool(parameters)
-    first = 0
     for chunk in in_chunks(groups, task.chunk_size, task.block_size):
-        rows = order[first : first + sum(block.rows for block in chunk)]
-        matched = torch.cat([index[block.targets()] for block in chunk])
-        states = hidden[rows].detach().requires_grad_(needs_hidden)
-        with torch.no_grad():
-            target_logits = task.target_logits(task.target_hidden[matched])  # [u, V]
-        with torch.set_grad_enabled(trains):
-            logits = task.head(states)  # [n, Vd]
-        values = logits.detach()
-        # into the logits' own memory, unless their backward pass reads it
-        read = logits._base is not None or hasattr(logits.grad_fn, "_saved_result")
-        grad = (torch.empty_like(values) if read else values) if trains else None
-        with torch.no_grad(), torch.autocast(device.type, enabled=False):
-            past = 0
-            for block in chunk:
-                start, shape = block.first - first, (block.count, block.shared)
-                place = slice(block.first, block.first + block.rows)
-                results = score(
-                    task,
-                    values[start : start + block.rows].unflatten(0, shape),
-                    weight[place].view(shape),
-                    labels[place].view(shape),
-                    target_of(task, target_logits[past : past + block.count]),
-                    None if grad is None else grad[start : start + block.rows].unflatten(0, shape),
-                )
-                past += block.count
-                for whole, part in zip(measured, results, strict=True):
-                    whole[place] = part.flatten()
-        first += len(rows)
-        if grad is None:
-            continue
-        edges = leaves(logits)
-        grads = list(torch.autograd.grad(logits, list(edges), grad))
-        del target_logits, logits, values, grad
-        for leaf in reversed(edges.values()):
-            part = grads.pop()  # freed as soon as it is added
+        of_chunk = rows.order[chunk[0].first : chunk[-1].first + chunk[-1].rows]
+        states = hidden[of_chunk].detach().requires_grad_(needs_hidden)
+        gradients = walk_chunk(task, chunk, states, rows, measured, trains)
+        while gradients:
+            leaf, gradient = gradients.pop()  # freed as soon as it is added
             if leaf is states and grad_hidden is not None:
-                grad_hidden.index_add_(0, rows, part.to(grad_hidden.dtype))
+                grad_hidden.index_add_(0, of_chunk, gradient.to(grad_hidden.dtype))
             else:
-                pair = (torch.atleast_1d(x).split(SLAB) for x in (sums[leaf], part))
-                for total, more in zip(*pair):
-                    total.add_(more)
-    loss, alpha, agreement = (torch.empty_like(x).index_copy_(0, order, x) for x in measured)
-    return (loss, alpha, agreement), grad_hidden, list(sums.values())
+                add_in_slabs(sums[leaf], gradient)
+    return measured.by_row(rows.order), grad_hidden, list(sums.values())
+
+
+def walk_chunk(
+    task: Task,
+    chunk: Sequence[Group],
+    states: Tensor,
+    rows: RowsInOrder,
+    measured: Measured,
+    trains: bool,
+) -> list[tuple[Tensor, Tensor]]:
+    """The gradients of the trainable tensors behind a chunk's logits: (tensor, gradient), one pair
+    per edge of the graph, so that a tensor may come twice. `trains` False: none.
+
+    states [n, D]: a leaf of the graph, if the gradient of hidden is asked for. `measured` is filled
+    in at the chunk's places."""
+    matched = torch.cat([rows.target_index[block.targets()] for block in chunk])  # [u]
+    with torch.no_grad():
+        target_logits = task.target_logits(task.target_hidden[matched])  # [u, V]
+    with torch.set_grad_enabled(trains):
+        logits = task.head(states)  # [n, Vd]
+    values = logits.detach()
+    gradient = gradient_memory(logits) if trains else None
+    with torch.no_grad(), torch.autocast(states.device.type, enabled=False):
+        target = 0  # of the chunk: the first of the block
+        row = 0
+        for block in chunk:
+            shape = (block.count, block.shared)
+            places = slice(block.first, block.first + block.rows)
+            within = slice(row, row + block.rows)
+            loss, alpha, agreement = score(
+                task,
+                values[within].unflatten(0, shape),
+                rows.weight[places].view(shape),
+                rows.labels[places].view(shape),
+                target_of(task, target_logits[target : target + block.count]),
+                None if gradient is None else gradient[within].unflatten(0, shape),
+            )
+            measured.write(places, loss, alpha, agreement)
+            target += block.count
+            row += block.rows
+    if gradient is None:
+        return []
+    edges = leaves(logits)
+    gradients = torch.autograd.grad(logits, list(edges), gradient)
+    return list(zip(edges.values(), gradients, strict=True))
+
+
+def gradient_memory(logits: Tensor) -> Tensor:
+    """Where the gradient of `logits` is written: over them, or into memory of the same shape.
+
+    A block reads its logits before it writes its gradient, and no other block reads them."""
+    values = logits.detach()
+    return values if may_overwrite(logits) else torch.empty_like(values)
+
+
+def may_overwrite(logits: Tensor) -> bool:
+    """Whether nobody reads the memory of `logits` once they are scored.
+
+    Two others could. A tensor that the logits are a view of (`_base`), which the head may keep, or
+    the backward pass may read. And the backward pass of the operation that computed them, if its
+    derivative is written with its result, as those of softmax, tanh, sigmoid and exp are: autograd
+    then keeps the result as `_saved_result` of the node. The backward pass of a matrix product, a
+    sum, a product with a number, a cast or a gather reads its inputs, if anything, and the heads of
+    `speculators/families` end with one of these. (A draft model's logits are the part of its
+    vocabulary that the target has, a view.)
+
+    A mistake is an error and no wrong gradient. `detach` shares the version counter, each write
+    raises it, and autograd refuses a saved tensor whose version is not the one it saved; a
+    `torch.autograd.Function` that saves its result, which this rule does not see, fails so."""
+    reads_result = hasattr(logits.grad_fn, "_saved_result")
+    return logits._base is None and not reads_result
+
+
+def add_in_slabs(total: Tensor, gradient: Tensor) -> None:
+    """total += gradient, of one shape [R, ...] or []; SLAB rows at a time: an addition of another
+    dtype makes a copy of what it adds."""
+    slabs = torch.atleast_1d(gradient).split(SLAB)
+    for part, more in zip(torch.atleast_1d(total).split(SLAB), slabs, strict=True):
+        part.add_(more)
 
 
 def score(
@@ -265,8 +388,11 @@ def target_of(task: Task, logits: Tensor) -> Target:
         p = torch.softmax(z, dim=-1)
         log_z = z.gather(-1, best) - p.gather(-1, best).log()  # [u, 1], logsumexp(z)
         if task.draft_to_target is not None:
-            p, z = (x.index_select(-1, task.draft_to_target) for x in (p, z))
-        p, mass = p[:, None], p.sum(-1, keepdim=True)
+            p = p.index_select(-1, task.draft_to_target)
+            z = z.index_select(-1, task.draft_to_target)
+        mass = p.sum(-1, keepdim=True)
+        p = p[:, None]
+        # log p = z - log_z, so that sum p log p = sum p z - mass log_z
         return Target(p, dot(p, z[:, None]) - mass * log_z, mass, best)
 
 
@@ -280,10 +406,15 @@ def probe(head: Head, hidden: Tensor) -> tuple[list[Tensor], int]:
 
 
 def leaves(logits: Tensor) -> dict[GradientEdge, Tensor]:
-    """The trainable tensors in the graph of `logits`, by the edge that their gradient is read at:
-    in front of a cast, whose backward pass would make a copy in the tensor's dtype."""
-    found: dict[GradientEdge, Tensor] = {}
-    seen, queue = set[Any](), [logits.grad_fn]
+    """The trainable tensors in the graph of `logits`, by the edge that their gradient is read at.
+
+    A leaf's node accumulates its gradient and has the leaf as `variable`. Autocast puts a cast
+    between a float32 parameter and the product that reads it; the gradient is then read in front
+    of the cast, in bfloat16, since the cast's backward pass would make a float32 copy of what is
+    added to a float32 sum in any case."""
+    tensors: dict[GradientEdge, Tensor] = {}
+    seen = set[Any]()
+    queue = [logits.grad_fn]
     while queue:
         node = queue.pop()
         if node is None or node in seen:
@@ -291,10 +422,11 @@ def leaves(logits: Tensor) -> dict[GradientEdge, Tensor]:
         seen.add(node)
         for parent, _ in node.next_functions:
             if parent is not None and hasattr(parent, "variable"):
-                edge = GradientEdge(node if node.name() == "ToCopyBackward0" else parent, 0)
-                found[edge] = parent.variable
+                is_cast = node.name() == "ToCopyBackward0"
+                edge = GradientEdge(node if is_cast else parent, 0)
+                tensors[edge] = parent.variable
             queue.append(parent)
-    return found
+    return tensors
 
 
 def argmax(z: Tensor, block: int = 64) -> Tensor:

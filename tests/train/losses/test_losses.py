@@ -9,8 +9,11 @@ from torch import Tensor, nn
 
 from draftsmith.speculators.errors import ConfigError
 from draftsmith.speculators.vocab.draft_vocab import to_draft_ids
+from draftsmith.train.losses.chunked import may_overwrite
 from draftsmith.train.losses.divergences import CLOSED_FORM, DIVERGENCES, ON_STATES, Mix, overlap
 from draftsmith.train.losses.objective import StepMetrics, chunked_objective, in_loop_lengths
+from tests.support.cases import BASE, world_of
+from tests.support.contract import packed
 from tests.support.errors import raises_at
 from tests.support.memory import Largest
 
@@ -305,6 +308,44 @@ def test_no_rows_give_zero() -> None:
 
 
 # --- memory ---
+
+
+class SavesItsResult(torch.autograd.Function):
+    """exp, whose backward pass reads the result by a way that no attribute of the node shows."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        result = x.exp()
+        ctx.save_for_backward(result)
+        return result
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tensor:
+        return grad * ctx.saved_tensors[0]
+
+
+@pytest.mark.parametrize("family", sorted(BASE.keys() - {"draft_model"}))
+def test_may_overwrite_the_logits_of_a_head_is_true(family: str) -> None:
+    """Those of a draft model are a part of what its own head computes, a view."""
+    target, drafter = world_of(BASE[family])
+    features = target.features(**packed([9]))
+    for step in drafter.unroll(features, 2):
+        for trained in drafter.trained_heads({"forward_kl": 1.0}):
+            assert may_overwrite(trained.head(step.hidden, step.depth))
+
+
+@pytest.mark.parametrize("last", [torch.tanh, lambda z: z.softmax(-1), lambda z: z[:, :V]])
+def test_may_overwrite_logits_that_are_read_again_is_false(last) -> None:
+    setup = Setup(False)
+    assert not may_overwrite(last(setup.head(setup.hidden)))
+
+
+def test_objective_of_a_head_that_saves_its_result_unseen_is_an_error() -> None:
+    """Not a wrong gradient."""
+    setup = Setup(False)
+    hidden, head, *rest = setup.arguments()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        chunked_objective(hidden, lambda x: SavesItsResult.apply(head(x)), *rest, chunk_size=4)
 
 
 @pytest.mark.parametrize("mix", [MIXES[0], MIXES[-2]], ids=lambda mix: "+".join(mix))
