@@ -22,6 +22,7 @@ from torch.nn.attention.flex_attention import (
     flex_attention,
 )
 
+from draftsmith.speculators import kernels
 from draftsmith.speculators.layers.queries import Blocks, PackedQueries, Queries
 
 logger = logging.getLogger(__name__)
@@ -52,6 +53,8 @@ def serves(query: Tensor, value: Tensor) -> bool:
 
 def why_not(query: Tensor, value: Tensor) -> str | None:
     """Why the kernels cannot attend on a GPU; None if they can. query [.., d], value [.., v]."""
+    if not kernels.enabled("attention"):
+        return f"{kernels.SWITCH} leaves attention out"
     if not torch.cuda.is_available():
         return "torch has no CUDA device"
     if find_spec("triton") is None:
@@ -75,7 +78,7 @@ def unsupported_inputs(query: Tensor, value: Tensor) -> str | None:
 @cache
 def _log_once(reason: str) -> None:
     logger.warning(
-        "attention of the draft head runs row by row, without flex_attention, which is slower: %s",
+        "attention runs row by row, without flex_attention, which is slower: %s",
         reason,
     )
 
@@ -142,7 +145,8 @@ def block_mask(queries: Queries) -> BlockMask:
         M = _count(queries)
         device = queries.segment_ids.device
         create = _compiled_mask() if device.type == "cuda" else create_block_mask
-        _masks[queries] = create(sees(queries), B, None, M, T, device=device)
+        with kernels.of_part("attention"):
+            _masks[queries] = create(sees(queries), B, None, M, T, device=device)
     return _masks[queries]
 
 
@@ -159,15 +163,16 @@ def attend_context(
     """query [B, h, M, d], key [B, g, T, d], value [B, g, T, v] -> output [B, h, M, v] and
     log-sum-exp [B, h, M]; 0 and -inf of a query that sees nothing. No backward pass on a CPU."""
     kernel = _compiled_attention() if query.device.type == "cuda" else flex_attention
-    out, aux = kernel(
-        query,
-        key,
-        value,
-        block_mask=mask,
-        scale=scale,
-        enable_gqa=True,
-        return_aux=AuxRequest(lse=True),
-    )
+    with kernels.of_part("attention"):
+        out, aux = kernel(
+            query,
+            key,
+            value,
+            block_mask=mask,
+            scale=scale,
+            enable_gqa=True,
+            return_aux=AuxRequest(lse=True),
+        )
     return out, aux.lse
 
 

@@ -28,8 +28,9 @@ from draftsmith.speculators.target import longrope, probe
 from draftsmith.speculators.target.info import auto_class_of
 from draftsmith.speculators.target.packed_attention import (
     LONG_ROW,
-    Spans,
+    TextLayout,
     additive_mask,
+    has_varlen,
     packed,
     packed_mask,
     placeholder,
@@ -248,8 +249,8 @@ class FrozenTarget(TargetHead):
         with torch.set_grad_enabled(gradients), kept:
             if not self._packs:
                 states = self._run_texts(input_ids, segment_ids)
-            elif input_ids.shape[1] >= LONG_ROW and self._attends_by_name:
-                states = self._run_long(input_ids, position_ids, text_spans(segment_ids))
+            elif self._attends_by_name and self._needs_no_mask(input_ids.shape[1]):
+                states = self._run_packed(input_ids, position_ids, TextLayout(segment_ids))
             else:
                 mask = packed_mask(segment_ids)
                 places = (None, None) if mask is None else (position_ids, position_ids)
@@ -296,14 +297,19 @@ class FrozenTarget(TargetHead):
         *taps, last = whole
         return (taps[0] if taps else None), last
 
-    def _run_long(
-        self, input_ids: Tensor, position_ids: Tensor, spans: Spans
+    def _needs_no_mask(self, length: int) -> bool:
+        """True of rows that are too long for [T, T] masks, and of all where one kernel attends for
+        the texts of all rows."""
+        return length >= LONG_ROW or (not self._eager and has_varlen(self.device, self.dtype))
+
+    def _run_packed(
+        self, input_ids: Tensor, position_ids: Tensor, layout: TextLayout
     ) -> tuple[Tensor | None, Tensor]:
-        """A forward of rows too long for [T, T] masks."""
+        """A forward of packed rows without masks."""
         full, sliding = (
             placeholder(window, self.device, self.dtype) for window in (0, self._window or 0)
         )
-        with packed(self.config, spans):
+        with packed(self.config, layout):
             return self._decode(input_ids, position_ids, self._shape_masks(full, sliding), None)
 
     def _run(

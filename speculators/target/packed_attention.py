@@ -1,34 +1,47 @@
-"""Attention over packed rows: text by text for long rows, without [T, T] tensors, and the masks of
-all other rows.
+"""Attention over packed rows: by fused kernels on CUDA, text by text for long rows elsewhere, both
+without [T, T] tensors, and the masks of all other rows.
 
 The texts of a packed row do not see each other, so plain causal attention over each text gives the
-same result; sliding windows are computed in blocks of queries, and so is all attention of targets
-that attend eagerly (soft caps, sinks), by the function of their own modeling file. A layer receives
-a mask without queries, whose last dimension is its window."""
+same result. On CUDA one kernel attends for the texts of all rows: torch's varlen_attn (Flash
+Attention), or flex_attention under a mask of documents where that does not serve (float32, heads
+whose values are of another width). Elsewhere sliding windows are computed in blocks of queries, and
+so is all attention of targets that attend eagerly (soft caps, sinks), by the function of their own
+modeling file. A layer receives a mask without queries, whose last dimension is its window."""
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from draftsmith.speculators.precision import on_host
+from draftsmith.speculators import kernels
+from draftsmith.speculators.layers import flex_attention
+from draftsmith.speculators.layers.queries import PackedQueries
+from draftsmith.speculators.precision import on_device, on_host
 
 NAME = "draftsmith_packed"
 EAGER_NAME = "draftsmith_packed_eager"
 LONG_ROW = 4096  # tokens; masks of shorter rows are small
 WINDOW_BLOCK = 1024  # queries
 MOST_SCORES = 2**27  # of one block of eager attention, over all heads
+# of varlen_attn's kernel
+VARLEN_DTYPES = (torch.bfloat16, torch.float16)
+VARLEN_CAPABILITY = (8, 0)  # compute capability
+VARLEN_WIDTH = 256  # of a head at most, and a multiple of 8
+# Versions of torch before 2.12 lack some of these.
+VARLEN_ARGUMENTS = {"scale", "window_size", "enable_gqa"}
 
 Spans = Sequence[Sequence[tuple[int, int]]]  # per row, [start, end) of each text
-_spans: ContextVar[Spans] = ContextVar("spans", default=())
 
 
 def text_spans(segment_ids: Tensor) -> Spans:
@@ -40,22 +53,60 @@ def text_spans(segment_ids: Tensor) -> Spans:
     return rows
 
 
+class TextLayout:
+    """Where the texts of packed rows lie. segment_ids [B, T]: the text a token belongs to, each in
+    one piece; -1: padding, which counts as a text."""
+
+    def __init__(self, segment_ids: Tensor) -> None:
+        self.segment_ids = segment_ids
+
+    @cached_property
+    def spans(self) -> Spans:
+        """Those of every row."""
+        return text_spans(self.segment_ids)
+
+    @cached_property
+    def bounds(self) -> Tensor:
+        """int32 [N + 1] on the device: where the N texts of all rows begin, one row after the
+        other, and the end of the last."""
+        length = self.segment_ids.shape[1]
+        begins = [
+            row * length + start for row, spans in enumerate(self.spans) for start, _ in spans
+        ]
+        ends = [*begins, self.segment_ids.numel()]
+        return on_device(ends, self.segment_ids.device, torch.int32)
+
+    @cached_property
+    def longest(self) -> int:
+        """Tokens of the longest text."""
+        return max(end - start for spans in self.spans for start, end in spans)
+
+    @cached_property
+    def queries(self) -> PackedQueries:
+        """What each token sees, for flex_attention."""
+        return PackedQueries(self.segment_ids)
+
+
+_layout: ContextVar[TextLayout] = ContextVar("layout")
+
+
 def placeholder(window: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     """The mask [1, 1, 0, window] of layers with such a window; 0: without one."""
     return torch.empty(1, 1, 0, window, device=device, dtype=dtype)
 
 
 @contextmanager
-def packed(config: PretrainedConfig, spans: Spans) -> Iterator[None]:
-    """Inside, models of `config` attend within `spans` where the mask is a `placeholder`."""
+def packed(config: PretrainedConfig, layout: TextLayout) -> Iterator[None]:
+    """Inside, models of `config` attend within the texts of `layout` where the mask is a
+    `placeholder`."""
     before = config._attn_implementation
-    token = _spans.set(spans)
+    token = _layout.set(layout)
     config._attn_implementation = EAGER_NAME if before == "eager" else NAME
     try:
         yield
     finally:
         config._attn_implementation = before
-        _spans.reset(token)
+        _layout.reset(token)
 
 
 def packed_attention(
@@ -74,11 +125,67 @@ def packed_attention(
             module, query, key, value, attention_mask, dropout, scaling, **others
         )
     window = attention_mask.shape[3]
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if not dropout and varlen_serves(query, value):
+        return varlen_attention(query, key, value, _layout.get(), window, scale), None
+    if not dropout and flex_attention.serves(query, value):
+        return document_attention(query, key, value, _layout.get(), window, scale), None
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return _attend(q, k, v, window, dropout, scaling).transpose(1, 2)
+        return _attend(q, k, v, window, dropout, scale).transpose(1, 2)
 
     return _text_by_text(attend, query, key, value), None
+
+
+def has_varlen(device: torch.device, dtype: torch.dtype) -> bool:
+    """True if varlen_attn attends on the device in this dtype, at widths that it knows."""
+    if device.type != "cuda" or dtype not in VARLEN_DTYPES or not kernels.enabled("attention"):
+        return False
+    if not torch.cuda.is_available() or torch.version.hip is not None:
+        return False
+    if torch.cuda.get_device_capability(device) < VARLEN_CAPABILITY:
+        return False
+    return inspect.signature(varlen_attn).parameters.keys() >= VARLEN_ARGUMENTS
+
+
+def varlen_serves(query: Tensor, value: Tensor) -> bool:
+    """True if varlen_attn attends for query [.., d] and value [.., v]."""
+    width = query.shape[-1]
+    known = width == value.shape[-1] and width <= VARLEN_WIDTH and width % 8 == 0
+    return known and has_varlen(query.device, query.dtype)
+
+
+def varlen_attention(
+    query: Tensor, key: Tensor, value: Tensor, layout: TextLayout, window: int, scale: float
+) -> Tensor:
+    """Causal attention within the texts of all rows, in one kernel: query [B, h, T, d], key and
+    value [B, g, T, d] -> [B, T, h, d]. `window`: tokens that are seen; 0: all."""
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+    bounds, longest = layout.bounds, layout.longest
+    # tokens before a query's own; -1: all
+    before = window - 1 if window else -1
+    with kernels.of_part("attention"):
+        out = varlen_attn(
+            q,
+            k,
+            v,
+            bounds,
+            bounds,
+            longest,
+            longest,
+            scale=scale,
+            window_size=(before, 0),
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+    return out.unflatten(0, (query.shape[0], -1))
+
+
+def document_attention(
+    query: Tensor, key: Tensor, value: Tensor, layout: TextLayout, window: int, scale: float
+) -> Tensor:
+    """As `varlen_attention`, by flex_attention; value [B, g, T, v] -> [B, T, h, v]."""
+    mask = flex_attention.block_mask(layout.queries.within(window or None))
+    return flex_attention.attend_context(query, key, value, mask, scale)[0].transpose(1, 2)
 
 
 def _text_by_text(
@@ -87,7 +194,7 @@ def _text_by_text(
     """Attention of packed rows [B, T, h, ·]. `attend`: queries, keys and values of one text
     [1, ·, L, d] -> [1, L, h, ·]."""
     rows = []
-    for row, spans in enumerate(_spans.get()):
+    for row, spans in enumerate(_layout.get().spans):
         texts = []
         for start, end in spans:
             q, k, v = (x[row : row + 1, :, start:end] for x in (query, key, value))

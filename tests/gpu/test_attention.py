@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from draftsmith.speculators.layers import flex_attention as flex
 from draftsmith.speculators.layers.attention import attention
+from draftsmith.speculators.target import packed_attention as texts
 from tests.support.attention_cases import (
     KINDS,
     output_and_gradients,
@@ -40,3 +42,40 @@ def test_attention_of_the_device_is_the_walk_in_double_precision(
             error = max(error, difference.item())
     report(relative_error=error)
     assert error < tolerance
+
+
+@pytest.mark.parametrize("window", [0, 3])
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-4), (torch.bfloat16, 2e-2)])
+def test_attention_of_packed_texts_is_the_walk_in_double_precision(
+    device, report, window, dtype, tolerance
+):
+    """Of a target: varlen_attn in bfloat16, flex_attention in float32. Output and gradients."""
+    segments = random_queries("chains", None, seed=5).segment_ids
+    tensors = random_tensors(
+        random_queries("chains", None, seed=5, device=device.type), 0, dtype, 64
+    )
+    exact = [x.cpu().double() for x in tensors]
+    if device.type == "cuda":
+        by_varlen = texts.varlen_serves(tensors[0], tensors[2])
+        assert by_varlen == (dtype == torch.bfloat16)
+        assert flex.why_not(tensors[0], tensors[2]) is None
+    results = _of_texts(tensors, segments.to(device), window)
+    expected = _of_texts(exact, segments, window)
+    error = 0.0
+    for got, value in zip(results, expected, strict=True):
+        error = max(error, ((got.cpu().double() - value).norm() / value.norm()).item())
+    report(relative_error=error)
+    assert error < tolerance
+
+
+def _of_texts(
+    tensors: list[torch.Tensor], segments: torch.Tensor, window: int
+) -> list[torch.Tensor]:
+    """What a target's attention gives for query, key and value, and their gradients."""
+    *inputs, gradient = (x.detach().requires_grad_() for x in tensors)
+    mask = texts.placeholder(window, segments.device, inputs[0].dtype)
+    config = SimpleNamespace(_attn_implementation="sdpa")
+    with texts.packed(config, texts.TextLayout(segments)):
+        out, _ = texts.packed_attention(None, *inputs, mask, scaling=0.3)
+    out = out.transpose(1, 2)
+    return [out, *torch.autograd.grad(out, inputs, gradient)]

@@ -24,6 +24,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from draftsmith.inference.progress import Advance, unwatched
+from draftsmith.speculators import kernels
 from draftsmith.speculators.drafter import Drafter, DraftStep, host_batch
 from draftsmith.speculators.errors import DraftsmithError
 from draftsmith.speculators.precision import on_host, to_device
@@ -417,7 +418,8 @@ class Trainer:
                 lambda: self._loss(features, row_weights, supervised), last
             )
             self._within("gradients")
-            loss.backward()
+            with kernels.compiled_backward():
+                loss.backward()
         return sums
 
     def _loss(
