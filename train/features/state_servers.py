@@ -12,7 +12,6 @@ what was left for it (`remove_left_over`)."""
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import threading
 import time
@@ -51,13 +50,6 @@ PATIENCE_S = 90.0  # in which no server works
 PROBE = tuple(range(8))  # the text that a server is checked with: ids that every vocabulary has
 TOLERANCE = 0.02  # of the logits' range, by which a server's greedy token may miss the largest
 DO = "start it with the command that `draftsmith serving-args RECIPE` prints"
-
-
-def run_name(output_dir: str | Path, process: int) -> str:
-    """The beginning of the names of all requests of a process of a run: the same at each start, and
-    no other's that writes to the same folder."""
-    folder = str(Path(output_dir).absolute()).encode()
-    return f"ds-{hashlib.blake2b(folder, digest_size=6).hexdigest()}-{process}"
 
 
 class StateServer:

@@ -3,6 +3,8 @@ or through Mooncake. Both are read with `hs-connectors`, and are gone once they 
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import os
 import shutil
 import socket
@@ -89,8 +91,7 @@ class Files:
     def remove_left_over(self, folder: Path, run: str) -> None:
         """Removes the files of requests of `run` that nobody has read."""
         for path in folder.glob(f"cmpl-{run}-*"):
-            with suppress(FileNotFoundError):
-                path.unlink()
+            path.unlink(missing_ok=True)
 
 
 class Mooncake:
@@ -125,6 +126,39 @@ class Mooncake:
 
     def remove_left_over(self, folder: Path, run: str) -> None:
         """Nothing: the store evicts them."""
+
+
+def run_name(output_dir: str | Path, process: int | str) -> str:
+    """The beginning of the names of all requests of a process of a run: the same at each start, and
+    no other's that writes to the same folder."""
+    folder = str(Path(output_dir).absolute()).encode()
+    return f"ds-{hashlib.blake2b(folder, digest_size=6).hexdigest()}-{process}"
+
+
+class ResponseStates:
+    """Hidden states of responses, in files that nobody reads: a server that extracts states leaves
+    them of every request.
+
+    root: the folder that the servers' folders lie in. run: the beginning of the requests' names;
+    files of this name are removed, of an earlier start too."""
+
+    def __init__(self, root: Path, run: str) -> None:
+        self.root = root
+        self.run = run
+        self._numbers = itertools.count()
+
+    def request_name(self) -> str:
+        """A name for the next request, which the names of its files are made of."""
+        return f"{self.run}-{next(self._numbers)}"
+
+    def discard(self, params: dict[str, Any]) -> None:
+        """Removes the file of a request, by the kv_transfer_params of its answer."""
+        discard(params, self.root)
+
+    def remove_left_over(self) -> None:
+        """Removes the files of requests that had no answer: this process or a server was killed."""
+        for path in self.root.glob(f"*/*cmpl-{self.run}-*"):
+            path.unlink(missing_ok=True)
 
 
 def discard(params: dict[str, Any], root: Path) -> None:

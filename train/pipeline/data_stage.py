@@ -55,6 +55,7 @@ from draftsmith.train.recipe.recipe import Recipe
 from draftsmith.train.regeneration.conversations import TOO_LONG, TargetFacts
 from draftsmith.train.regeneration.regenerate import regenerate
 from draftsmith.train.regeneration.store import Record, Response
+from draftsmith.train.regeneration.writers import UnreadStates
 
 
 @dataclass(frozen=True)
@@ -349,13 +350,14 @@ class DataStage:
         )()
         return {t: [r for r in responses if r.temperature == t] for t in e.temperatures}
 
-    def _discard_states(self, params: dict[str, Any]) -> None:
-        """Removes the hidden states of a response: servers that give features leave them too."""
-        if self.recipe.features.endpoints:
-            from draftsmith.train.features.transfers import discard
+    def _unread_states(self) -> UnreadStates | None:
+        """Servers that give features leave the hidden states of responses too."""
+        if not self.recipe.features.endpoints:
+            return None
+        from draftsmith.train.features.transfers import ResponseStates, run_name
 
-            root = states_root(self.recipe.features.states_dir)
-            discard(params, root)
+        root = states_root(self.recipe.features.states_dir)
+        return ResponseStates(root, run_name(self.recipe.output_dir, f"responses-{self.part[0]}"))
 
     def _responses(
         self,
@@ -388,7 +390,7 @@ class DataStage:
                     part=part,
                     record=self.record if whole else None,
                     make_llm=None if self._load is None else self._loaded_llm,
-                    discard=self._discard_states,
+                    unread=self._unread_states(),
                 )
 
             accelerator = self.accelerator

@@ -31,8 +31,9 @@ from draftsmith.train.features.cache import (
 from draftsmith.train.features.row_features import RowFeatures
 from draftsmith.train.features.served import Servers, features_of_states
 from draftsmith.train.features.source import Disk, FeatureSource, InProcess
-from draftsmith.train.features.state_servers import StateServers, run_name
+from draftsmith.train.features.state_servers import StateServers
 from draftsmith.train.features.states_spec import StatesSpec, states_root
+from draftsmith.train.features.transfers import run_name
 from draftsmith.train.pipeline.data_stage import TrainingData
 from draftsmith.train.processes import is_shared
 from draftsmith.train.recipe.recipe import Recipe

@@ -30,7 +30,7 @@ from draftsmith.train.regeneration.conversations import (
     TargetFacts,
 )
 from draftsmith.train.regeneration.store import Record, Response, ResponseStore, digest
-from draftsmith.train.regeneration.writers import LocalWriter, Writer
+from draftsmith.train.regeneration.writers import LocalWriter, UnreadStates, Writer
 
 SAMPLING = {"temperatures", "top_p", "top_k", "max_new_tokens", "turns"}
 Say = Callable[[str], None]
@@ -52,7 +52,7 @@ def regenerate(
     say: Say = lambda text: None,
     part: tuple[int, int] = (0, 1),
     record: Record | None = None,
-    discard: Callable[[dict[str, Any]], None] | None = None,
+    unread: UnreadStates | None = None,
     make_llm: Callable[[], LLM] | None = None,
 ) -> list[Response]:
     """The target's responses to `examples`, turn by turn and in order.
@@ -62,8 +62,7 @@ def regenerate(
     temperatures   one per example, in place of the recipe's shares
     part           (i, n): only every n-th conversation from the i-th on, for several processes
     record         where the account is kept
-    discard        removes hidden states that a server has left of a response, by the
-                   kv_transfer_params of its answer
+    unread         the hidden states that servers leave of responses, if they extract any
     make_llm       the target in this process, loaded once a response is missing
 
     A prompt that leaves no room in `max_length` is left out and counted; DataError if none is left.
@@ -80,7 +79,7 @@ def regenerate(
         Conversation(i, *asked[i], rules, prompts) for i in range(part[0], len(asked), part[1])
     ]
     store = ResponseStore(folder, store_name(section, target_hash))
-    writer = _writer(llm, make_llm, rules, say, discard)
+    writer = _writer(llm, make_llm, rules, say, unread)
     try:
         _write_all(conversations, writer, store, account, _reporter(account, writer, progress))
     except KeyboardInterrupt:
@@ -123,12 +122,12 @@ def _writer(
     make_llm: Callable[[], LLM] | None,
     rules: ConversationRules,
     say: Say,
-    discard: Callable[[dict[str, Any]], None] | None,
+    unread: UnreadStates | None,
 ) -> Writer:
     if rules.section.endpoints:
         from draftsmith.train.regeneration.servers import ServerWriter
 
-        return ServerWriter(rules, llm, say, discard)
+        return ServerWriter(rules, llm, say, unread)
     if llm is not None:
         return LocalWriter(lambda: llm, 8 * rules.section.batch_size)
     if make_llm is None:

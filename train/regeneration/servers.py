@@ -28,7 +28,7 @@ from draftsmith.train.recipe.endpoints import (
     require_length,
 )
 from draftsmith.train.regeneration.conversations import Ask, ConversationRules
-from draftsmith.train.regeneration.writers import REPORT_EVERY_S, Written
+from draftsmith.train.regeneration.writers import REPORT_EVERY_S, UnreadStates, Written
 
 RETRIES = 8  # of a request at one server, after pauses that double: about 40 s
 # A response may take TIMEOUT_S seconds, or its tokens at SLOWEST tokens/s, if that is longer.
@@ -39,20 +39,18 @@ PROBE_TOKENS = 8  # by so many tokens each
 MIN_AGREEMENT = 0.7  # of these tokens stand before the first that differs from the reference's
 PROBE_TEXT = "def f(x):\n    return x**2  # 3.14, naïve – \u4f60\u597d\n"
 
-Discard = Callable[[dict[str, Any]], None]  # an answer's kv_transfer_params
-
 
 class Server:
     """One server, and what it says of itself: `model` is the target's name there, `engine` what
     runs it, and `by_tokens` tells whether it exchanges token ids. Known once `check` returned."""
 
     def __init__(
-        self, section: EndpointSection, rules: ConversationRules, discard: Discard | None
+        self, section: EndpointSection, rules: ConversationRules, unread: UnreadStates | None
     ) -> None:
         self.section = section
         self.facts = rules.facts
         self.tokenizer = rules.tokenizer
-        self._discard = discard
+        self._unread = unread
         self.url = base_url(section)
         self.client = openai.AsyncOpenAI(
             base_url=self.url,
@@ -117,15 +115,19 @@ class Server:
         """The one choice of an answer of /v1/completions."""
         more = {"return_token_ids": True, **fields}
         answer = await self.client.completions.create(
-            model=self.model, prompt=prompt, extra_body=more
+            model=self.model, prompt=prompt, extra_body=more, extra_headers=self._headers()
         )
         return await self._choice(answer)
+
+    def _headers(self) -> dict[str, str]:
+        """Of the next request: vLLM names what it leaves by it."""
+        return {} if self._unread is None else {"X-Request-Id": self._unread.request_name()}
 
     async def _choice(self, answer: Any) -> Any:
         """The one choice of an answer. States that came with it are not needed."""
         params = getattr(answer, "kv_transfer_params", None)
-        if params and self._discard is not None:
-            await asyncio.to_thread(self._discard, params)
+        if params and self._unread is not None:
+            await asyncio.to_thread(self._unread.discard, params)
         with answers_of(self.url):
             reasons = [choice.finish_reason for choice in answer.choices or ()]
         if reasons not in (["stop"], ["length"]):  # a server that stops says "abort"
@@ -157,7 +159,12 @@ class Server:
                 fields["chat_template_kwargs"] = kwargs
             create: Any = self.client.chat.completions.create
             choice = await self._choice(
-                await create(model=self.model, messages=messages, extra_body=fields)
+                await create(
+                    model=self.model,
+                    messages=messages,
+                    extra_body=fields,
+                    extra_headers=self._headers(),
+                )
             )
             text = choice.message.content or ""
         ids = list(tokenizer(text, add_special_tokens=False).input_ids) if text else []
@@ -167,19 +174,21 @@ class Server:
 
 class ServerWriter:
     """The servers of a recipe. `llm`: the target, if it is loaded here, to compare them with.
-    `discard`: removes hidden states that a server has left of a response."""
+    `unread`: the hidden states that they leave of responses; what an earlier start of the run has
+    left is removed at once."""
 
     def __init__(
         self,
         rules: ConversationRules,
         llm: LLM | None,
         say: Callable[[str], None],
-        discard: Discard | None = None,
+        unread: UnreadStates | None = None,
     ) -> None:
         self.section = rules.section
         self.llm = llm
         self.say = say
-        self.servers = [Server(endpoint, rules, discard) for endpoint in self.section.endpoints]
+        self._unread = unread
+        self.servers = [Server(endpoint, rules, unread) for endpoint in self.section.endpoints]
         self.capacity = sum(endpoint.max_concurrency for endpoint in self.section.endpoints)
         self._clients = [server.client for server in self.servers]
         self._runner = asyncio.Runner()
@@ -187,6 +196,8 @@ class ServerWriter:
         self._new: list[Ask] = []
         self._tasks: set[asyncio.Task[Written]] = set()
         self._checked = self._refused = False
+        if unread is not None:
+            unread.remove_left_over()
 
     @property
     def tokens_under_way(self) -> int:
@@ -293,7 +304,7 @@ class ServerWriter:
         return [task.result() for task in whole]
 
     def close(self) -> None:
-        """Ends what is under way, and closes the connections."""
+        """Ends what is under way, closes the connections, and removes what nobody reads."""
 
         async def close() -> None:
             for task in self._tasks:
@@ -304,3 +315,5 @@ class ServerWriter:
 
         self._runner.run(close())
         self._runner.close()
+        if self._unread is not None:
+            self._unread.remove_left_over()

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol
 
 from draftsmith.inference import LLM
 from draftsmith.inference.entrypoints.prompts import Prompt
@@ -45,6 +45,19 @@ class Writer(Protocol):
 
     def close(self) -> None:
         """Gives up the responses under way."""
+
+
+class UnreadStates(Protocol):
+    """Hidden states that servers leave of responses, which nobody reads."""
+
+    def request_name(self) -> str:
+        """A name for the next request, by which its files are known."""
+
+    def discard(self, params: dict[str, Any]) -> None:
+        """Removes the states of a request by the kv_transfer_params of its answer."""
+
+    def remove_left_over(self) -> None:
+        """Removes those of requests that had no answer."""
 
 
 @dataclass(frozen=True)

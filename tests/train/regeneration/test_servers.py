@@ -21,7 +21,7 @@ from draftsmith.inference import LLM
 from draftsmith.speculators.errors import ConfigError, DataError
 from draftsmith.train.data.examples import Example
 from draftsmith.train.data.loss_mask import ConversationTokenizer
-from draftsmith.train.features.transfers import discard
+from draftsmith.train.features.transfers import ResponseStates
 from draftsmith.train.recipe.data_sections import RegenerateSection
 from draftsmith.train.recipe.endpoints import EndpointError
 from draftsmith.train.regeneration import servers
@@ -89,7 +89,8 @@ class FakeServer:
             choice |= {"token_ids": written, "prompt_token_ids": self.reads or ids}
         answer = {"id": "1", "object": "x", "created": 0, "model": "target", "choices": [choice]}
         if self.leaves is not None:
-            answer["kv_transfer_params"] = {"hidden_states_path": self.leaves()}
+            path = self.leaves(request.headers["X-Request-Id"])
+            answer["kv_transfer_params"] = {"hidden_states_path": path}
         return httpx.Response(200, json=answer)
 
 
@@ -117,7 +118,7 @@ def fakes(tokenizer, monkeypatch):
 def write(tokenizer, tmp_path):
     """write(*addresses, **keys of the section) -> responses; `lines`: what was said."""
 
-    def run(*urls: str, examples=EXAMPLES, folder="x", llm=None, discard=None, **keys):
+    def run(*urls: str, examples=EXAMPLES, folder="x", llm=None, unread=None, **keys):
         section = RegenerateSection.model_validate(
             SECTION.model_dump()
             | {"endpoints": [{"url": url, "max_concurrency": 4} for url in urls]}
@@ -134,7 +135,7 @@ def write(tokenizer, tmp_path):
             facts=TargetFacts("target", 256, VOCAB, ENDS),
             say=run.lines.append,
             record=Record(tmp_path, {"target_hash": "t"}),
-            discard=discard,
+            unread=unread,
         )
 
     run.lines = []
@@ -287,7 +288,7 @@ def test_hidden_states_of_responses_are_removed_and_no_other_file(write, fakes, 
     numbers = itertools.count()
     writing = []
 
-    def leave() -> str:
+    def leave(name: str) -> str:
         path = root / f"{next(numbers)}.safetensors"
         lock = os.open(f"{path}.lock", os.O_CREAT | os.O_WRONLY)
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -297,11 +298,37 @@ def test_hidden_states_of_responses_are_removed_and_no_other_file(write, fakes, 
 
     other = tmp_path / "other.safetensors"
     other.write_bytes(b"x")
-    discard({"hidden_states_path": str(other)}, root)
+    states = ResponseStates(root, "run")
+    states.discard({"hidden_states_path": str(other)})
     fakes[A].leaves = leave
-    write(A, examples=EXAMPLES[:6], discard=lambda params: discard(params, root))
+    write(A, examples=EXAMPLES[:6], unread=states)
     for timer in writing:
         timer.join()
     assert next(numbers) > 5
     assert not list(root.iterdir())
     assert other.exists()
+
+
+def test_states_of_responses_that_had_no_answer_are_removed_and_no_other_run_s(
+    write, fakes, tmp_path
+):
+    """Those of a start that was killed, and of a server that was, between its file and its
+    answer."""
+    folder = tmp_path / "states" / "layers"
+    folder.mkdir(parents=True)
+    for run in ("r0", "r1"):
+        (folder / f"cmpl-{run}-7-0-ab.safetensors").touch()
+    died = []
+
+    def die(request, body) -> httpx.Response | None:
+        if request.url.path == "/v1/models":
+            return None
+        name = request.headers["X-Request-Id"]
+        died.append(folder / f"cmpl-{name}-0-ab.safetensors.lock")
+        died[-1].touch()
+        return httpx.Response(500)
+
+    fakes[A].fail = die
+    responses = write(A, B, unread=ResponseStates(folder.parent, "r0"))
+    assert died and is_expected(responses)
+    assert [path.name for path in folder.iterdir()] == ["cmpl-r1-7-0-ab.safetensors"]
