@@ -29,8 +29,9 @@ import torch
 from transformers import CONFIG_MAPPING, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from draftsmith.inference import LLM, SamplingParams
+from draftsmith.inference import SamplingParams
 from draftsmith.inference.engine_options import EngineOptions
+from draftsmith.inference.entrypoints.text_generator import TextGenerator
 from draftsmith.inference.model_runner.plain_decoder import plain_decoder
 from draftsmith.inference.spec_decode.proposal import Proposal
 from draftsmith.inference.spec_decode.proposers.base import Proposer
@@ -206,7 +207,7 @@ def drafting(target: FrozenTarget, texts: list[list[int]], proposer: Proposer) -
     """YES if the text with the proposer's drafts is the model's own; else what is wrong."""
     prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
     try:
-        llm = LLM.from_modules(
+        llm = TextGenerator.from_modules(
             target, proposer=proposer, options=EngineOptions(max_model_len=64, max_num_seqs=2)
         )
         written = [

@@ -220,13 +220,18 @@ def _api() -> str:
     lines = ["# Python"]
     for title, names in API.items():
         lines += ["", f"## {title}", ""]
-        lines += [f"::: {name}\n" for name in names]
+        for name in names:
+            lines.append(f"::: {name}")
+            if name == LLM:
+                lines.append("    options: {inherited_members: true}")
+            lines.append("")
     return "\n".join(lines)
 
 
+LLM = "draftsmith.inference.entrypoints.llm.LLM"
 API = {
     "Inference": (
-        "draftsmith.inference.entrypoints.llm.LLM",
+        LLM,
         "draftsmith.inference.sampling_params.SamplingParams",
         "draftsmith.inference.outputs.RequestOutput",
         "draftsmith.inference.outputs.CompletionOutput",

@@ -1,13 +1,26 @@
-"""What a model cannot do of what a request asks for. Knows no engine and no logits."""
+"""What a model cannot do of what a request asks for: prompts that do not fit, parameters that
+cannot be honoured, and texts that are known to be too long before they are tokenized. Knows no
+engine and no logits."""
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tokenizers.pre_tokenizers import ByteLevel
+
 from draftsmith.inference.entrypoints.prompts import Prompt
+from draftsmith.inference.sampling.logits_processors import bad_word_ids
 from draftsmith.inference.sampling_params import SamplingParams
+from draftsmith.speculators.errors import ConfigError
+
+# Steps of a tokenizer -> the most characters of a text that one of their output can stand for. NFC
+# and NFKC compose: no character of Unicode decomposes canonically into more than four.
+NORMALIZERS = {"ByteLevel": 1, "NFC": 4, "NFD": 1, "NFKC": 4, "NFKD": 1, "Prepend": 1, "Replace": 1}
+PRE_TOKENIZERS = {"ByteLevel", "Digits", "Metaspace", "Punctuation", "Split", "UnicodeScripts"}
 
 
 @dataclass(frozen=True)
@@ -17,6 +30,55 @@ class CheckedRequest:
     prompt: Prompt
     params: SamplingParams
     bad_words: Sequence[Sequence[int]]
+
+
+class RequestChecker:
+    """Checks the requests of one model. `tokenizer`: None where prompts are token ids.
+    `max_model_len`: most tokens of a prompt and its response. `eos_token_ids`: end a response."""
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        vocab_size: int,
+        max_model_len: int,
+        eos_token_ids: Collection[int],
+    ) -> None:
+        self.vocab_size = vocab_size
+        self.max_model_len = max_model_len
+        self.eos_token_ids = frozenset(eos_token_ids)
+        self._tokenizer = tokenizer
+
+    def check(
+        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]
+    ) -> list[CheckedRequest]:
+        """The prompts with their parameters. ConfigError names every prompt that cannot be run; its
+        `where` is "prompts", or the parameter that is at fault first. Changes nothing: callable
+        from any thread."""
+        bad_words: dict[int, list[list[int]]] = {}  # by identity: many prompts may share parameters
+        wrong_params: dict[int, dict[str, str]] = {}
+        checked: list[CheckedRequest] = []
+        faults: list[tuple[str, str]] = []  # what is at fault, and a sentence on it
+        for i, (prompt, asked) in enumerate(zip(prompts, params, strict=True)):
+            key = id(asked)
+            if key not in bad_words:
+                bad_words[key] = self._bad_words(asked)
+                wrong_params[key] = sampling_faults(
+                    asked, bad_words[key], self._tokenizer, self.vocab_size, self.eos_token_ids
+                )
+            for fault in prompt_faults(prompt, self.vocab_size, self.max_model_len):
+                faults.append(("prompts", f"prompt {i} {fault}"))
+            for name, fault in wrong_params[key].items():
+                faults.append((f"SamplingParams.{name}", f"prompt {i} {fault}"))
+            checked.append(CheckedRequest(prompt, asked, bad_words[key]))
+        if faults:
+            raise ConfigError("; ".join(fault for _, fault in faults), where=faults[0][0])
+        return checked
+
+    def _bad_words(self, params: SamplingParams) -> list[list[int]]:
+        """As tokens; none without a tokenizer, which is a fault of the parameters."""
+        if self._tokenizer is None:
+            return []
+        return bad_word_ids(self._tokenizer, params.bad_words)
 
 
 def prompt_faults(prompt: Prompt, vocab_size: int, max_model_len: int) -> list[str]:
@@ -72,3 +134,75 @@ def sampling_faults(
             " one that no bad word ends with",
         )
     return faults
+
+
+class TextLimit:
+    """Texts that must have more tokens than `max_model_len` leaves room for are refused.
+
+    A text of C characters has at least C / L tokens, where L characters are the most that one token
+    stands for. Tokens of bytes (GPT-2's alphabet or a fallback to them) spell every character, and
+    so L is the length of the vocabulary's longest string, times what normalization composes: a
+    string of that alphabet has a character for each byte, and a text no more characters than bytes.
+    Tokenizers that can drop or fuse characters, and those without a fast backend, set no limit."""
+
+    def __init__(self, tokenizer: Any, max_model_len: int) -> None:
+        self._max_model_len = max_model_len
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        self._characters = None if backend is None else most_characters(backend)
+        added = {} if backend is None else backend.get_added_tokens_decoder()
+        # added tokens may swallow the blanks beside them, however many
+        self._swallows = any(token.lstrip or token.rstrip for token in added.values())
+
+    def check(self, text: str) -> None:
+        """ConfigError for a text that is too long for the context."""
+        if self._characters is None:
+            return
+        length = len("".join(text.split())) if self._swallows else len(text)
+        fewest = math.ceil(length / self._characters)
+        if fewest >= self._max_model_len:
+            raise ConfigError(
+                f"a text of {len(text):,} characters has {fewest:,} tokens or more; max_model_len"
+                f" is {self._max_model_len}, and at least one must be left for the response",
+                where="prompts",
+            )
+
+
+def most_characters(backend: Any) -> int | None:
+    """The most characters of a text that one token of a `tokenizers.Tokenizer` can stand for; None:
+    there is no such number."""
+    normalizers = _steps(backend.normalizer)
+    pre_tokenizers = _steps(backend.pre_tokenizer)
+    vocabulary = backend.get_vocab()
+    if getattr(backend.model, "byte_fallback", False):
+        alphabet = [f"<0x{byte:02X}>" for byte in range(256)]
+    elif any(step["type"] == "ByteLevel" for step in normalizers + pre_tokenizers):
+        alphabet = ByteLevel.alphabet()
+    else:
+        return None
+    if not vocabulary.keys() >= set(alphabet):
+        return None
+    if not all(_keeps_text(step) for step in normalizers):
+        return None
+    if any(
+        step["type"] not in PRE_TOKENIZERS or step.get("behavior") == "Removed"
+        for step in pre_tokenizers
+    ):
+        return None
+    composed = math.prod(NORMALIZERS[step["type"]] for step in normalizers)
+    return composed * max(map(len, vocabulary))
+
+
+def _keeps_text(normalizer: dict[str, Any]) -> bool:
+    if normalizer["type"] != "Replace":
+        return normalizer["type"] in NORMALIZERS
+    pattern = normalizer["pattern"].get("String")
+    return pattern is not None and len(normalizer["content"]) >= len(pattern)
+
+
+def _steps(stage: Any) -> list[dict[str, Any]]:
+    """The steps of a normalizer or pre-tokenizer, in their JSON form."""
+    if stage is None:
+        return []
+    fields = json.loads(stage.__getstate__())
+    nested = fields.get("normalizers") or fields.get("pretokenizers")
+    return [fields] if nested is None else list(nested)

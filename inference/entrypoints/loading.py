@@ -1,4 +1,5 @@
-"""Loads the parts of an LLM: target, drafter, proposer, tokenizer, limits."""
+"""Loads the parts of an LLM (target, drafter, proposer, tokenizer, limits), and makes an engine of
+them."""
 
 from __future__ import annotations
 
@@ -17,6 +18,9 @@ from transformers import (
     PreTrainedModel,
 )
 
+from draftsmith.inference.engine.engine import Engine
+from draftsmith.inference.engine.memory import memory_fault
+from draftsmith.inference.engine_options import EngineOptions
 from draftsmith.inference.spec_decode.draft_length import AdaptiveDraftLength, DraftLength
 from draftsmith.inference.spec_decode.proposers.base import Proposer
 from draftsmith.inference.spec_decode.proposers.head import HeadProposer
@@ -299,3 +303,29 @@ def make_draft_length(config: MethodOptions) -> DraftLength:
     if not config.enable_adaptive_verification or not most:
         return DraftLength(most, schedule)
     return AdaptiveDraftLength(most, config.adaptive_verification_costs, schedule)
+
+
+def make_engine(
+    target: FrozenTarget,
+    options: EngineOptions,
+    max_model_len: int,
+    proposer: Proposer | None,
+    draft_length: DraftLength | None,
+    rejection_sample_method: str,
+) -> Engine:
+    """The engine, with rows of `max_model_len` tokens.
+
+    ConfigError if an accelerator's memory does not hold rows of the length that the options ask
+    for; a warning, if they ask for none: few texts are as long as a model's own limit."""
+    engine = Engine(
+        target,
+        options.model_copy(update={"max_model_len": max_model_len}),
+        proposer=proposer,
+        draft_length=draft_length,
+        rejection_sample_method=rejection_sample_method,
+    )
+    if (fault := memory_fault(engine)) is not None:
+        if options.max_model_len is not None:
+            raise ConfigError(fault)
+        logger.warning("%s, or expect to run out of memory in long texts", fault)
+    return engine

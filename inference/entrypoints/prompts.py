@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
 
-from draftsmith.inference.entrypoints.text_limit import TextLimit
 from draftsmith.speculators.errors import ConfigError
 
 
@@ -99,12 +98,15 @@ def _encoded(tokenizer: Any, text: str, **options: Any) -> list[int]:
 
 
 def chat_prompts(
-    messages: Any, tokenizer: Any, options: dict[str, Any], limit: TextLimit | None = None
+    messages: Any,
+    tokenizer: Any,
+    options: dict[str, Any],
+    check_text: Callable[[str], object] = lambda text: None,
 ) -> list[Prompt]:
     """Conversations through the tokenizer's chat template, which writes every special token itself.
 
     `messages`: one conversation, a list of {"role": ..., "content": ...}, or a list of them.
-    `limit`: refuses texts before they are tokenized."""
+    `check_text`: raises an error for a text that is not to be tokenized."""
     tokenizer = _required(tokenizer)
     if not isinstance(messages, (list, tuple)) or not messages:
         kind = "no messages" if messages in ([], ()) else f"of type {type(messages).__name__}"
@@ -125,8 +127,7 @@ def chat_prompts(
             text = tokenizer.apply_chat_template(turns, tokenize=False, **options)
         except Exception as error:  # templates are programs, which may raise anything
             raise ConfigError(f"the chat template cannot be used: {error}", where="chat") from error
-        if limit is not None:
-            limit.check(text)
+        check_text(text)
         try:
             prompts.append(Prompt(text, _encoded(tokenizer, text, add_special_tokens=False)))
         except ConfigError as error:

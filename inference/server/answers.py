@@ -1,33 +1,51 @@
-"""Writes the engine's outputs as answers of the API, whole or chunk by chunk."""
+"""Writes the engine's outputs as answers of the API: whole, or as a stream of server-sent
+events."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+import json
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
-from draftsmith.inference.entrypoints.llm import LLM
+from starlette.responses import JSONResponse, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from draftsmith.inference.entrypoints.text_generator import TextGenerator
 from draftsmith.inference.metrics import acceptance_length
 from draftsmith.inference.outputs import CompletionOutput, Logprob, RequestOutput
 from draftsmith.inference.requests.detokenizer import Detokenizer
 from draftsmith.inference.requests.request import Request
 from draftsmith.inference.requests.response import decode_logprobs
 from draftsmith.inference.sampling_params import SamplingParams
+from draftsmith.inference.server.api_errors import error_json, fault
 from draftsmith.inference.server.engine_thread import Ticket
+
+logger = logging.getLogger(__name__)
 
 LEAST_LOGPROB = -9999.0  # for tokens of probability 0: JSON has no infinity
 
 Answer = dict[str, Any]
+R = TypeVar("R")
+InWorker = Callable[[Callable[[], R]], Awaitable[R]]  # calls something in a worker thread
 
 
 class CompletionWriter:
-    """Writes the answer to one request of /v1/completions. `base`: id, time and model of the
-    answer. `detail`: of the acceptance."""
+    """Writes the answer to one request of /v1/completions, as its ticket brings the outputs.
+    `base`: id, time and model of the answer. `detail`: of the acceptance. `in_worker`: calls what
+    takes long outside of the event loop."""
 
     objects = ("text_completion", "text_completion")  # whole, and chunks of a stream
 
     def __init__(
-        self, request: Any, base: Mapping[str, Any], llm: LLM, ticket: Ticket, detail: str
+        self,
+        request: Any,
+        base: Mapping[str, Any],
+        llm: TextGenerator,
+        ticket: Ticket,
+        detail: str,
+        in_worker: InWorker[Any],
     ) -> None:
         self.request = request
         self.tokenizer = llm.get_tokenizer()
@@ -35,10 +53,39 @@ class CompletionWriter:
         self._base = base
         self._proposer = llm.engine.proposer
         self._detail = detail
+        self._in_worker = in_worker
         self._begun: set[int] = set()  # indices of choices
         self._rounds: dict[int, RoundTexts] = {}  # by index of the choice
         self._offsets: dict[int, int] = {}  # characters written of each choice
         self._completion_tokens = 0
+
+    async def response(self) -> JSONResponse:
+        """The whole answer, once all outputs are there. APIError if one could not be finished."""
+        outputs = {index: output async for index, output in self.ticket.outputs()}
+        in_order = [outputs[index] for index in range(len(outputs))]
+        return await self._in_worker(lambda: JSONResponse(self.whole(in_order)))
+
+    async def events(self) -> AsyncIterator[str]:
+        """The answer as server-sent events. Errors after the first one are events too."""
+        try:
+            async for index, output in self.ticket.outputs():
+                for event in await self._events_of(index, output):
+                    yield event
+            for chunk in self.last():
+                yield f"data: {json.dumps(chunk)}\n\n"
+        except Exception as error:
+            logger.error("a stream was ended", exc_info=error)
+            yield f"data: {error_json(fault(error))}\n\n"
+        yield "data: [DONE]\n\n"
+
+    async def _events_of(self, prompt: int, output: RequestOutput) -> list[str]:
+        """The events of a delta. Log-probabilities are texts of many tokens, and take long."""
+
+        def write() -> list[str]:
+            return [f"data: {json.dumps(chunk)}\n\n" for chunk in self.chunks(prompt, output)]
+
+        has_logprobs = any(completion.logprobs is not None for completion in output.outputs)
+        return await self._in_worker(write) if has_logprobs else write()
 
     def whole(self, outputs: Sequence[RequestOutput]) -> Answer:
         """The answer that is no stream. `outputs`: one for each prompt, finished."""
@@ -183,6 +230,22 @@ class ChatWriter(CompletionWriter):
         text = entry.decoded_token or ""
         name = self.token_name(token, entry)
         return {"token": name, "logprob": _finite(entry), "bytes": list(text.encode())}
+
+
+class EventStream(StreamingResponse):
+    """Calls `on_close` when the stream ends, also if the client leaves before the first event."""
+
+    def __init__(self, events: AsyncIterator[str], on_close: Callable[[], None]) -> None:
+        headers = {"Cache-Control": "no-cache"}
+        super().__init__(events, media_type="text/event-stream", headers=headers)
+        self._on_close = on_close
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Sends the events, as an ASGI application."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._on_close()
 
 
 class RoundTexts:

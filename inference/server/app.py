@@ -4,14 +4,12 @@
     app = make_app(llm, ServerOptions(served_model_name=("my-model",)))
 
 Here are the routes. Requests are read in protocol.py, answers are written in answers.py, and
-engine_thread.py decides whose turn it is."""
+engine_thread.py decides whose turn it is (ARCHITECTURE.md has the way of a request)."""
 
 from __future__ import annotations
 
 import asyncio
 import hmac
-import json
-import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import ExitStack, asynccontextmanager
@@ -25,23 +23,18 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
 
-from draftsmith.inference.entrypoints.llm import LLM
-from draftsmith.inference.entrypoints.text_limit import TextLimit
-from draftsmith.inference.outputs import RequestOutput
-from draftsmith.inference.sampling_params import SamplingParams
-from draftsmith.inference.server.answers import ChatWriter, CompletionWriter
-from draftsmith.inference.server.api_errors import APIError, error_json, error_response, fault
-from draftsmith.inference.server.engine_thread import EngineThread, Ticket
+from draftsmith.inference.entrypoints.checks import TextLimit
+from draftsmith.inference.entrypoints.text_generator import TextGenerator
+from draftsmith.inference.server.answers import ChatWriter, CompletionWriter, EventStream
+from draftsmith.inference.server.api_errors import APIError, error_response
+from draftsmith.inference.server.engine_thread import EngineThread
 from draftsmith.inference.server.prometheus import ServerMetrics
 from draftsmith.inference.server.protocol import ChatRequest, CompletionRequest, GenerationRequest
 from draftsmith.inference.server.serve_options import ServerOptions
 from draftsmith.speculators.errors import ConfigError
-
-logger = logging.getLogger(__name__)
 
 NUM_WORKERS = 4  # threads that read requests and write long answers
 # The page is one file without data, so it needs no key. It may fetch nothing but this server's
@@ -58,7 +51,7 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 class Server:
     """One LLM behind HTTP. The app's lifespan starts and stops `engine`."""
 
-    def __init__(self, llm: LLM, options: ServerOptions) -> None:
+    def __init__(self, llm: TextGenerator, options: ServerOptions) -> None:
         if llm.get_tokenizer() is None:
             raise ConfigError("a server needs a tokenizer; pass one with the model, or --tokenizer")
         self.llm = llm
@@ -134,12 +127,6 @@ class Server:
         """Calls `work` in a worker thread: the event loop and the engine serve all clients."""
         return await anyio.to_thread.run_sync(work, limiter=self._workers)
 
-    def _read(
-        self, request_class: type[GenerationRequest], body: bytes
-    ) -> tuple[GenerationRequest, SamplingParams]:
-        request = request_class.read(body)
-        return request, request.params(self.options)
-
     async def _generate(
         self,
         http: Request,
@@ -148,7 +135,8 @@ class Server:
     ) -> Response:
         """Answers a completion or a chat, whole or as a stream."""
         body = await _body(http, self.options.max_request_bytes)
-        request, params = await self._in_worker(partial(self._read, request_class, body))
+        read = partial(request_class.read, body, self.options)
+        request, params = await self._in_worker(read)
         base = {
             "id": f"{'chatcmpl' if writer_class is ChatWriter else 'cmpl'}-{uuid4().hex}",
             "created": int(time.time()),
@@ -159,16 +147,14 @@ class Server:
         )
         with ExitStack() as closing:
             closing.callback(ticket.close)
-            known = params, self.llm, self.options, self._text_limit
-            ticket.submit(await self._in_worker(partial(request.parse, *known)))
+            parse = partial(request.parse, params, self.llm, self.options, self._text_limit)
+            ticket.submit(await self._in_worker(parse))
             detail = request.per_request_spec_decode_metrics
             detail = detail or self.options.per_request_spec_decode_metrics
-            writer = writer_class(request, base, self.llm, ticket, detail)
+            writer = writer_class(request, base, self.llm, ticket, detail, self._in_worker)
             if request.stream:
-                in_worker = None if params.logprobs is None else self._in_worker
-                return EventStream(_events(ticket, writer, in_worker), closing.pop_all().close)
-            outputs = await _while_connected(http, _collect(ticket))
-            return await self._in_worker(lambda: JSONResponse(writer.whole(outputs)))
+                return EventStream(writer.events(), closing.pop_all().close)
+            return await _while_connected(http, writer.response())
 
 
 async def _body(http: Request, most: int) -> bytes:
@@ -184,11 +170,6 @@ async def _body(http: Request, most: int) -> bytes:
         if len(body) > most:
             raise APIError(413, message)
     return bytes(body)
-
-
-async def _collect(ticket: Ticket) -> list[RequestOutput]:
-    outputs = {index: output async for index, output in ticket.outputs()}
-    return [outputs[index] for index in range(len(outputs))]
 
 
 async def _while_connected(http: Request, work: Awaitable[R]) -> R:
@@ -208,47 +189,7 @@ async def _while_connected(http: Request, work: Awaitable[R]) -> R:
     raise APIError(400, "the client has disconnected")
 
 
-async def _events(
-    ticket: Ticket,
-    writer: CompletionWriter,
-    in_worker: Callable[[Callable[[], list[str]]], Awaitable[list[str]]] | None,
-) -> AsyncIterator[str]:
-    """Server-sent events. Errors after the first one are events too. `in_worker`: calls what writes
-    the events, if that takes long."""
-    try:
-        async for index, output in ticket.outputs():
-            write = partial(_lines, writer, index, output)
-            for line in write() if in_worker is None else await in_worker(write):
-                yield line
-        for chunk in writer.last():
-            yield f"data: {json.dumps(chunk)}\n\n"
-    except Exception as error:
-        logger.error("a stream was ended", exc_info=error)
-        yield f"data: {error_json(fault(error))}\n\n"
-    yield "data: [DONE]\n\n"
-
-
-def _lines(writer: CompletionWriter, index: int, output: RequestOutput) -> list[str]:
-    return [f"data: {json.dumps(chunk)}\n\n" for chunk in writer.chunks(index, output)]
-
-
-class EventStream(StreamingResponse):
-    """Calls `on_close` when the stream ends, also if the client leaves before the first event."""
-
-    def __init__(self, events: AsyncIterator[str], on_close: Callable[[], None]) -> None:
-        headers = {"Cache-Control": "no-cache"}
-        super().__init__(events, media_type="text/event-stream", headers=headers)
-        self._on_close = on_close
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Sends the events, as an ASGI application."""
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self._on_close()
-
-
-def make_app(llm: LLM, options: ServerOptions) -> Starlette:
+def make_app(llm: TextGenerator, options: ServerOptions) -> Starlette:
     """The application; `app.state.server` is its Server."""
     server = Server(llm, options)
 

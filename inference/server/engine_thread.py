@@ -3,7 +3,7 @@ two of them.
 
     ticket = engine.admit(1, streaming=True)    # or 429: too many wait
     try:
-        ticket.submit(llm.check([prompt], [params]))
+        ticket.submit(llm.checker.check([prompt], [params]))
         async for index, output in ticket.outputs(): ...
     finally:
         ticket.close()                          # unfinished requests leave within a round
@@ -24,8 +24,8 @@ import torch
 from starlette.exceptions import HTTPException
 
 from draftsmith.inference.entrypoints.checks import CheckedRequest
-from draftsmith.inference.entrypoints.llm import LLM
 from draftsmith.inference.entrypoints.prompts import Prompt
+from draftsmith.inference.entrypoints.text_generator import TextGenerator
 from draftsmith.inference.outputs import RequestOutput
 from draftsmith.inference.requests.response import Response
 from draftsmith.inference.server.api_errors import APIError, fault, reason
@@ -96,7 +96,7 @@ class EngineThread:
     """`max_num_queued_reqs` responses may wait beyond those that have rows. `failure`: the error
     after which nothing is served; `on_failure` is called then."""
 
-    def __init__(self, llm: LLM, metrics: ServerMetrics, options: ServerOptions) -> None:
+    def __init__(self, llm: TextGenerator, metrics: ServerMetrics, options: ServerOptions) -> None:
         self.llm = llm
         self.metrics = metrics
         self._places = llm.engine.scheduler.max_num_seqs + options.max_num_queued_reqs
@@ -106,7 +106,6 @@ class EngineThread:
         self._tickets: set[Ticket] = set()
         self._calls: deque[Callable[[], object]] = deque()
         self._wake = asyncio.Event()
-        self._loop: asyncio.AbstractEventLoop | None = None
         # one thread, since CUDA graphs belong to the thread that captured them
         self._thread = ThreadPoolExecutor(1, "engine")
         self._stopping = False
@@ -156,12 +155,12 @@ class EngineThread:
 
     async def run(self) -> None:
         """Serves until it is cancelled or the engine fails."""
-        self._loop = asyncio.get_running_loop()
+        loop = asyncio.get_running_loop()
         try:
             while True:
                 await self._wake.wait()
                 self._wake.clear()
-                await self._loop.run_in_executor(self._thread, self._rounds)
+                await loop.run_in_executor(self._thread, self._rounds, loop)
         except asyncio.CancelledError:
             raise
         except BaseException as error:  # the engine's state cannot be trusted any more
@@ -176,15 +175,15 @@ class EngineThread:
         self._stopping = True
         self._thread.shutdown()
 
-    def _rounds(self) -> None:
+    def _rounds(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Rounds until nothing is left to do. `loop`: hands their outputs to the clients."""
         while not self._stopping and (self._calls or self.llm.engine.has_unfinished):
             try:
                 self.round()
             finally:
                 updates = self._updates
                 self._updates = []
-                assert self._loop is not None
-                self._loop.call_soon_threadsafe(_deliver, updates)
+                loop.call_soon_threadsafe(_deliver, updates)
 
     def round(self) -> None:
         """Does what was asked for, then one step. If that fails, the requests that had rows end

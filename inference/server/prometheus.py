@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from draftsmith.inference.entrypoints.llm import LLM
+from draftsmith.inference.entrypoints.text_generator import TextGenerator
 from draftsmith.inference.requests.request import Request
 
 REASONS = ("stop", "length", "abort", "error")
@@ -22,7 +22,7 @@ class ServerMetrics(Collector):
     """Counters of ended requests, and the state of the engine as it is at each scrape. `in_flight`:
     the responses that run or wait."""
 
-    def __init__(self, model_name: str, llm: LLM, in_flight: Callable[[], int]) -> None:
+    def __init__(self, model_name: str, llm: TextGenerator, in_flight: Callable[[], int]) -> None:
         self.registry = CollectorRegistry()
         self._llm = llm
         self._in_flight = in_flight

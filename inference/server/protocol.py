@@ -15,10 +15,9 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from draftsmith.inference.entrypoints.checks import CheckedRequest
-from draftsmith.inference.entrypoints.llm import LLM
+from draftsmith.inference.entrypoints.checks import CheckedRequest, TextLimit
 from draftsmith.inference.entrypoints.prompts import Prompt, chat_prompts
-from draftsmith.inference.entrypoints.text_limit import TextLimit
+from draftsmith.inference.entrypoints.text_generator import TextGenerator
 from draftsmith.inference.sampling_params import ACCEPTED, SamplingParams
 from draftsmith.inference.server.api_errors import APIError
 from draftsmith.inference.server.serve_options import ServerOptions, SpecDecodeDetail
@@ -86,8 +85,9 @@ class GenerationRequest(BaseModel):
     per_request_spec_decode_metrics: SpecDecodeDetail | None = None
 
     @classmethod
-    def read(cls, body: bytes) -> Self:
-        """The request in a body of JSON. null stands for the default, as in OpenAI's API."""
+    def read(cls, body: bytes, options: ServerOptions) -> tuple[Self, SamplingParams]:
+        """The request in a body of JSON, and its sampling parameters, which are all but the
+        prompts. null stands for the default, as in OpenAI's API."""
         try:
             body_fields = json.loads(body)
             text = json.dumps(body_fields, ensure_ascii=False)
@@ -106,7 +106,7 @@ class GenerationRequest(BaseModel):
             name = str(fault["loc"][0])
             raise APIError(400, f"{name}: {fault['msg']}", name) from None
         request.check()
-        return request
+        return request, request.params(options)
 
     def check(self) -> None:
         """APIError 400 for fields that are not of this API, do not go together, or hold too
@@ -154,7 +154,9 @@ class GenerationRequest(BaseModel):
         return "max_tokens"
 
     @abstractmethod
-    def tokenize(self, llm: LLM, options: ServerOptions, limit: TextLimit) -> Iterator[Prompt]:
+    def tokenize(
+        self, llm: TextGenerator, options: ServerOptions, limit: TextLimit
+    ) -> Iterator[Prompt]:
         """ConfigError for prompts that cannot be, of texts beyond the limit before they are
         tokenized."""
 
@@ -163,7 +165,7 @@ class GenerationRequest(BaseModel):
         """`logprobs` of SamplingParams."""
 
     def parse(
-        self, params: SamplingParams, llm: LLM, options: ServerOptions, limit: TextLimit
+        self, params: SamplingParams, llm: TextGenerator, options: ServerOptions, limit: TextLimit
     ) -> list[CheckedRequest]:
         """The prompts, checked with the parameters against the model. Takes time and changes
         nothing but caches, so that worker threads can do it."""
@@ -178,7 +180,7 @@ class GenerationRequest(BaseModel):
                 prompts.append(prompt)
                 if len(prompt.token_ids) + most > context:
                     break  # refused below: the others need not be tokenized
-            checked = llm.check(prompts, [params] * len(prompts))
+            checked = llm.checker.check(prompts, [params] * len(prompts))
         except ConfigError as error:
             raise self._named(error) from error
         longest = max(len(prompt.token_ids) for prompt in prompts)
@@ -237,7 +239,9 @@ class CompletionRequest(GenerationRequest):
         """Texts, and lists of token ids."""
         return len(self.prompt)
 
-    def tokenize(self, llm: LLM, options: ServerOptions, limit: TextLimit) -> Iterator[Prompt]:
+    def tokenize(
+        self, llm: TextGenerator, options: ServerOptions, limit: TextLimit
+    ) -> Iterator[Prompt]:
         """One after the other; token ids as they are."""
         tokenizer = llm.get_tokenizer()
         for prompt in self.prompt:
@@ -287,7 +291,9 @@ class ChatRequest(GenerationRequest):
             name = "chat_template_kwargs"
             raise APIError(400, f"{name}: templates come with --chat-template", name)
 
-    def tokenize(self, llm: LLM, options: ServerOptions, limit: TextLimit) -> Iterator[Prompt]:
+    def tokenize(
+        self, llm: TextGenerator, options: ServerOptions, limit: TextLimit
+    ) -> Iterator[Prompt]:
         """The prompt that the chat template makes of the conversation."""
         template_options = {
             "chat_template": options.chat_template,
@@ -297,4 +303,4 @@ class ChatRequest(GenerationRequest):
             **self.chat_template_kwargs,
         }
         tokenizer = llm.get_tokenizer()
-        yield from chat_prompts([self.messages], tokenizer, template_options, limit)
+        yield from chat_prompts([self.messages], tokenizer, template_options, limit.check)

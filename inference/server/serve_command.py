@@ -30,6 +30,7 @@ from draftsmith.speculators.errors import ConfigError
 
 if TYPE_CHECKING:
     from draftsmith.inference.entrypoints.llm import LLM
+    from draftsmith.inference.entrypoints.text_generator import TextGenerator
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +101,7 @@ def sampling_defaults(values: dict[str, Any]) -> dict[str, Any]:
     return {DEFAULTS[name]: values[name] for name in known if values[name] is not None}
 
 
-def serve_app(llm: LLM, options: ServeFlags, listening: socket.socket) -> None:
+def serve_app(llm: TextGenerator, options: ServeFlags, listening: socket.socket) -> None:
     """Compiles, and serves at a socket. The exit code is 1 if the engine fails."""
     import uvicorn
 

@@ -1,12 +1,13 @@
-"""LLMs of modules in memory."""
+"""Generators of modules in memory."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from draftsmith.inference import LLM, SamplingParams
+from draftsmith.inference import SamplingParams
 from draftsmith.inference.engine_options import EngineOptions
 from draftsmith.inference.entrypoints.speculative_config import parse_speculative_config
+from draftsmith.inference.entrypoints.text_generator import TextGenerator
 from tests.support.drafters import TREES, FakeHead, StubProposer, random_eagle3
 from tests.support.tokenizers import byte_tokenizer
 
@@ -14,12 +15,12 @@ ENGINE = set(EngineOptions.model_fields) - {"tokenizer"}
 DRAFTING = {"num_speculative_tokens", "draft_sample_method", "tree"}  # of HeadProposer
 
 
-def make_llm(model: Any, **options: Any) -> LLM:
-    """`options`: of EngineOptions, HeadProposer and `LLM.from_modules`."""
+def make_llm(model: Any, **options: Any) -> TextGenerator:
+    """`options`: of EngineOptions, HeadProposer and `TextGenerator.from_modules`."""
     engine = {name: options.pop(name) for name in ENGINE & set(options)}
     drafting = {name: options.pop(name) for name in DRAFTING & set(options)}
     own = {"options": EngineOptions(**engine), "drafting": drafting}
-    return LLM.from_modules(model, **own, **options)
+    return TextGenerator.from_modules(model, **own, **options)
 
 
 TRAINING_FREE = {
@@ -40,8 +41,8 @@ def proposer_of(method: str, k: int, **options: Any) -> Any:
     return parse_speculative_config(config).make_proposer()
 
 
-def drafting_llm(kind: str, model: Any, texts: dict | None = None, **options: Any) -> LLM:
-    """An LLM over a model in memory that drafts as `kind` says: "off", a training-free method,
+def drafting_llm(kind: str, model: Any, texts: dict | None = None, **options: Any) -> TextGenerator:
+    """A generator over a model in memory that drafts as `kind` says: "off", a training-free method,
     "fake" (a head that can propose every other token), "eagle3" (a random head), "static" or
     "dynamic" (its trees), or what StubProposer knows."""
     own = {"max_num_batched_tokens": 16, "num_speculative_tokens": 3}
@@ -67,8 +68,8 @@ def ids_of(outputs) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
-def same_text(llm: LLM, prompts: Any, tokens: int = 21) -> LLM:
-    """The LLM, which has written greedily, with drafting on, what it writes with drafting off."""
+def same_text(llm: TextGenerator, prompts: Any, tokens: int = 21) -> TextGenerator:
+    """The generator, which has written greedily, with drafting, what it writes without."""
     params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
     off = llm.generate(prompts, params, False, speculate=False)
     llm.reset_metrics()

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from draftsmith.inference import LLM, SamplingParams
+from draftsmith.inference import SamplingParams
 from draftsmith.inference.engine_options import EngineOptions
+from draftsmith.inference.entrypoints.text_generator import TextGenerator
 from draftsmith.speculators.drafter import Drafter
 from draftsmith.speculators.target.frozen_target import FrozenTarget
 from draftsmith.train.recipe.data_sections import spread
@@ -74,14 +75,14 @@ class RolloutWriter:
             rollouts.append(Rollout(*ids, counts.num_drafts, counts.num_accepted_tokens))
         return rollouts
 
-    def _llm(self, copy: Drafter) -> LLM:
+    def _llm(self, copy: Drafter) -> TextGenerator:
         """The engine in which `copy` drafts for the target, or writes alone."""
         alone = self.recipe.drafter_writes()
         writer = copy.writer if alone else self.target
         assert writer is not None, "the recipe lets a drafter write that cannot"
         drafts = self.recipe.evaluation.num_speculative_tokens
         rows = self.recipe.regenerate.batch_size
-        return LLM.from_modules(
+        return TextGenerator.from_modules(
             writer,
             tokenizer=self.tokenizer,
             drafter=None if alone else copy,

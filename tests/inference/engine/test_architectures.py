@@ -6,8 +6,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from draftsmith.inference import LLM, SamplingParams
+from draftsmith.inference import SamplingParams
 from draftsmith.inference.engine_options import EngineOptions
+from draftsmith.inference.entrypoints.text_generator import TextGenerator
 from draftsmith.inference.spec_decode.proposers.base import Proposer
 from draftsmith.speculators.errors import ConfigError, UnsupportedTarget
 from draftsmith.speculators.registry import config_for_target, family_class
@@ -34,7 +35,7 @@ def lookahead() -> Proposer:
     return proposer_of("lookahead", 12, lookahead_num_guesses=4)
 
 
-def write(llm: LLM, asked: list[dict], max_tokens: int = 14) -> list[list[int]]:
+def write(llm: TextGenerator, asked: list[dict], max_tokens: int = 14) -> list[list[int]]:
     params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
     return ids_of(llm.generate(asked, params, use_tqdm=False))
 
@@ -108,7 +109,7 @@ def test_a_drafter_turns_by_the_frequencies_that_its_target_is_served_with():
     short = 1e4 ** -(torch.arange(4) / 4)
     for limit, factor in ((None, 1.0), (200, 4.0), (64, 1.0)):
         options = EngineOptions(max_model_len=limit)
-        LLM.from_modules(target, drafter=drafter, options=options)
+        TextGenerator.from_modules(target, drafter=drafter, options=options)
         torch.testing.assert_close(rotary.rotary_emb.inv_freq, short / factor)
         looked_up = rotary.lookup(places, 100, torch.zeros(1))
         torch.testing.assert_close(looked_up, rotary(torch.zeros(1), places))

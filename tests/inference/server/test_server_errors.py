@@ -197,7 +197,7 @@ def test_routes_are_behind_the_keys(serving, drafting_llm, model):
 
 def test_fault_of_the_server_is_answered(serving, drafting_llm, model, monkeypatch):
     url = serving(drafting_llm("off", model))
-    monkeypatch.setattr(serving.server(url).llm, "check", lambda *_: {}["missing"])
+    monkeypatch.setattr(serving.server(url).llm.checker, "check", lambda *_: {}["missing"])
     answer = CLIENT.post(url + COMPLETION, json={"prompt": "x"})
     assert "missing" in check_shape(answer, 500)
     assert serving.server(url).engine.in_flight == 0

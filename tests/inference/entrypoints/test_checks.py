@@ -8,7 +8,7 @@ import pytest
 from tokenizers import AddedToken, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from draftsmith.inference.entrypoints.text_limit import TextLimit, most_characters
+from draftsmith.inference.entrypoints.checks import TextLimit, most_characters
 from draftsmith.speculators.errors import ConfigError
 from tests.support.errors import raises_at
 from tests.support.tokenizers import CORPUS, byte_level, byte_tokenizer, sentencepiece
