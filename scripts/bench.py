@@ -188,33 +188,38 @@ def training(results: dict[str, Any]) -> Rows:
 
 
 def sources(_: dict[str, Any]) -> Rows:
-    """The logs of trainings with features from every source -> a row per source: medians over
-    repeats of tokens per second and of the share of the time waited, after the first steps."""
-    rows = [["features", "tokens/s", "of in process", "waits"]]
-    rates: dict[str, list[float]] = {name: [] for name in SOURCES}
-    waits: dict[str, list[float]] = {name: [] for name in SOURCES}
-    for path in sorted((ROOT / OUT / "sources").glob("*/**/events.out.tfevents.*")):
-        costs = costs_of(path)
-        if "waits" not in costs:  # the file of the recipe
-            continue
-        name = path.relative_to(ROOT / OUT / "sources").parts[0].rpartition("-")[0]
-        rates[name].append(mean_over_time(costs, "tokens_per_second"))
-        waits[name].append(mean_over_time(costs, "waits"))
-    in_process = median(rates["process"])
-    for name, title in SOURCES.items():
-        rate = median(rates[name])
-        waited = f"{median(waits[name]):.1%}"
-        rows.append([title, number(rate, 0), number(rate / in_process), waited])
+    """The logs of trainings of every target with features from every source -> a row per pair:
+    medians over repeats of tokens per second and of the share of the time waited, after the first
+    steps."""
+    rows = [["target", "features", "tokens/s", "of in process", "waits"]]
+    for target in SOURCES_TARGETS:
+        rates = {name: median(figures_of(target, name, "tokens_per_second")) for name in SOURCES}
+        for name, title in SOURCES.items():
+            waits = median(figures_of(target, name, "waits"))
+            share = number(rates[name] / rates["process"])
+            rows.append([target.title, title, number(rates[name], 0), share, f"{waits:.1%}"])
     return rows
 
 
-def costs_of(path: Path) -> dict[str, list[float]]:
-    """What the trainer has logged to a file of TensorBoard, by name, behind the first steps."""
+def figures_of(target: SourcesTarget, source: str, name: str) -> list[float]:
+    """A figure of the trainings of a target with features from a source, one a repeat: its mean
+    behind the first steps."""
+    means = []
+    folder = ROOT / OUT / "sources"
+    for path in sorted(folder.glob(f"{target.name}-{source}-*/**/events.out.tfevents.*")):
+        costs = costs_of(path, target.warm)
+        if name in costs:  # it is not the file of the recipe
+            means.append(mean_over_time(costs, name))
+    return means
+
+
+def costs_of(path: Path, warm: int) -> dict[str, list[float]]:
+    """What the trainer has logged to a file of TensorBoard, by name, behind `warm` steps."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(path), size_guidance={"scalars": 0}).Reload()
     names = events.Tags()["scalars"]
-    return {name: [event.value for event in events.Scalars(name)][WARM:] for name in names}
+    return {name: [event.value for event in events.Scalars(name)][warm:] for name in names}
 
 
 def mean_over_time(costs: dict[str, list[float]], name: str) -> float:
@@ -267,37 +272,90 @@ for name in quickstart mt_bench humaneval; do
     on $name/$method "${{!name}}" "--method $method"
   done
 done"""
-WARM = 15  # steps of a training that are not counted: an epoch of the rows that are kept
+
+
+@dataclass(frozen=True)
+class SourcesTarget:
+    """A target whose trainer is timed by the source of its features.
+
+    warm   steps of a training that are not counted: an epoch of the rows that are kept
+    many   keys of the data, with more rows than steps
+    few    keys of the rows that are kept, `warm` at most"""
+
+    name: str
+    title: str
+    recipe: str
+    steps: int
+    warm: int
+    many: str
+    few: str
+
+
+SOURCES_TARGETS = [
+    SourcesTarget(
+        "quickstart",
+        "the quickstart's",
+        "recipes/quickstart/eagle3.yaml",
+        steps=40,
+        warm=15,
+        many="data.train.0.limit=240 data.train.1.limit=40",
+        few="data.train.0.limit=40 data.train.1.limit=8",
+    ),
+    SourcesTarget(
+        "smollm2",
+        "SmolLM2-135M",
+        "recipes/smollm2-135m-instruct/eagle3.yaml",
+        steps=18,
+        warm=6,
+        many="data.train.0.limit=100 data.train.1.limit=20",
+        few="data.train.0.limit=12 data.train.1.limit=2",
+    ),
+]
 SOURCES = {
     "process": "computed in process",
     "kept": "computed in process once, then kept in memory",
     "disk": "on disk, `bf16`",
     "server": "at a vLLM server",
+    "servers": "at two vLLM servers",
 }
-TRAIN = """recipes/quickstart/eagle3.yaml target.dtype=float32 data.validation=[] gates={} \\
-    regenerate.enabled=false evaluation.prompts=[] training.steps=40 training.batch_size=1 \\
-    data.train.0.limit=240 data.train.1.limit=40 trackers=[tensorboard]"""
-SOURCES_COMMAND = f"""on() {{  # on SOURCE KEYS...: a training
-  name=$1-$repeat
-  shift
-  rm -rf {OUT}/sources/$name
-  draftsmith train {TRAIN} \\
-    training.keep_features_gb=0 output_dir={OUT}/sources/$name "$@"
-}}
-url="http://127.0.0.1:8001"
+SOURCES_FUNCTIONS = f"""train="target.dtype=float32 data.max_length=512 data.validation=[]
+  gates={{}} regenerate.enabled=false evaluation.prompts=[] training.batch_size=1
+  trackers=[tensorboard]"
+one=http://127.0.0.1:8001
+two=http://127.0.0.1:8002
 served="features.engine=vllm features.states_dir=$PWD/{OUT}/sources/states"
-command=$(draftsmith serving-args {TRAIN} \\
-  $served features.endpoints=[$url] --cpu)
-VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=nobind \\
-  bash -c "${{command/ python / .venv-vllm/bin/python }} --port 8001" &
-trap 'kill $(jobs -p)' EXIT
-until curl -sf $url/health; do sleep 1; done
-for repeat in 1 2 3; do
-  on process
-  on disk features.mode=cache features.dir={OUT}/sources/features
-  on server $served features.endpoints=[$url]
-  on kept training.keep_features_gb=2 data.train.0.limit=40 data.train.1.limit=8
-done"""
+servers() {{  # servers RECIPE: two, of its target's states
+  for url in $one $two; do
+    command=$(draftsmith serving-args $1 $train $served features.endpoints=[$url] --cpu)
+    VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=nobind bash -c \\
+      "exec env ${{command/ python / .venv-vllm/bin/python }} --port ${{url##*:}}" &
+  done
+  until curl -sf $one/health && curl -sf $two/health; do sleep 1; done
+}}
+on() {{  # on FOLDER RECIPE KEYS...: a training
+  rm -rf {OUT}/sources/$1
+  draftsmith train $2 $train training.keep_features_gb=0 output_dir={OUT}/sources/$1 "${{@:3}}"
+}}
+trap 'kill $(jobs -p) 2> /dev/null || true' EXIT"""
+
+
+def trainings_of(target: SourcesTarget) -> str:
+    """The shell lines that train for a target with features from each source, three times."""
+    folder = f"{target.name}-"
+    keys = f"{target.recipe} training.steps={target.steps} {target.many}"
+    return f"""servers {target.recipe}
+for i in 1 2 3; do
+  on {folder}process-$i {keys}
+  on {folder}disk-$i {keys} features.mode=cache features.dir={OUT}/sources/features
+  on {folder}server-$i {keys} $served features.endpoints=[$one]
+  on {folder}servers-$i {keys} $served features.endpoints=[$one,$two]
+  on {folder}kept-$i {keys} training.keep_features_gb=2 {target.few}
+done
+kill $(jobs -p)
+wait"""
+
+
+SOURCES_COMMAND = "\n".join([SOURCES_FUNCTIONS, *map(trainings_of, SOURCES_TARGETS)])
 BENCHES = {
     "quickstart": Bench(
         "The quickstart's head, all workloads pooled, one request at a time",
@@ -352,9 +410,9 @@ BENCHES = {
         gpu,
     ),
     "sources": Bench(
-        "The trainer by where its features come from, EAGLE-3 on the quickstart's target, float32",
+        "The trainer by where its features come from, EAGLE-3, float32",
         SOURCES_COMMAND,
-        f"{OUT}/sources/kept-3/export/config.json",
+        f"{OUT}/sources/smollm2-kept-3/export/config.json",
         sources,
     ),
     "load": Bench("Load: drafting off and on", LOAD, f"{OUT}/comparison.json", load),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -47,18 +48,23 @@ def test_suites_are_a_row_per_report_of_prompts_and_method(tmp_path, monkeypatch
 
 def test_sources_are_rows_of_medians_behind_the_first_steps(tmp_path, monkeypatch):
     monkeypatch.setattr(bench, "ROOT", tmp_path)
-    for name in bench.SOURCES:
+    for target, source in product(bench.SOURCES_TARGETS, bench.SOURCES):
         for repeat, seconds in enumerate((1.0, 2.0, 9.0)):
-            run = tmp_path / bench.OUT / "sources" / f"{name}-{repeat}"
+            run = tmp_path / bench.OUT / "sources" / f"{target.name}-{source}-{repeat}"
             with SummaryWriter(run / "quickstart") as writer:
-                for step in range(bench.WARM + 2):
-                    warm = step >= bench.WARM
+                for step in range(target.warm + 2):
+                    warm = step >= target.warm
                     writer.add_scalar("step_seconds", seconds, step)
                     writer.add_scalar("tokens_per_second", 100 / seconds if warm else 1e9, step)
                     writer.add_scalar("waits", 0.25 if warm else 1.0, step)
     head, *rows = bench.sources({})
-    assert [row[1:] for row in rows] == [["50", "1.00", "25.0%"]] * len(bench.SOURCES)
-    assert len(head) == 4
+    pairs = [
+        [target.title, title]
+        for target in bench.SOURCES_TARGETS
+        for title in bench.SOURCES.values()
+    ]
+    assert rows == [[*pair, "50", "1.00", "25.0%"] for pair in pairs]
+    assert len(head) == 5
 
 
 def test_load_of_a_comparison_is_a_row_per_mode():
