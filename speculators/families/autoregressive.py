@@ -7,7 +7,7 @@ predicts x_{t+2+k}. `unroll` does that for all slots at once (training-time test
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +26,14 @@ from draftsmith.speculators.drafter import (
 )
 from draftsmith.speculators.layers.attention import Pair, attention
 from draftsmith.speculators.layers.checkpointing import kept_or_recomputed
-from draftsmith.speculators.layers.decoder import Asked, Attends, Rotary, RotaryTable
+from draftsmith.speculators.layers.decoder import (
+    Asked,
+    Attend,
+    Attends,
+    Rotary,
+    RotaryTable,
+    at_slots,
+)
 from draftsmith.speculators.layers.grouped_attention import cached_attends
 from draftsmith.speculators.layers.queries import PackedQueries, in_window
 from draftsmith.speculators.precision import on_device, on_host, to_device
@@ -89,74 +96,80 @@ class ChainDrafter(Drafter):
     def unroll(self, features: TargetFeatures, steps: int) -> Iterator[DraftStep]:
         """`steps` depths; depth k of slot t reads the token at t + 1 + k and matches its target.
 
-        Every slot gives keys and values at depth 0, since later slots attend to it. All the rest,
-        from the last layer's queries on, runs over slots that have a term at some depth, which in
-        chat data is the smaller part of a row."""
-        ids, segments, positions = features.input_ids, features.segment_ids, features.position_ids
-        (B, T), device = ids.shape, ids.device
+        What depth k of slot t stands for is the k-th draft of the runtime after a text that ends
+        with x_{t+1}. There the cache holds slots 0..t as the depth 0 of each wrote them, since that
+        text is committed and the target's features of it are known; behind them one slot for each
+        of the depths 1..k-1, which read drafts, and now that of depth k. `ChainKeys` gives a query
+        just these. Keys of depth j >= 1 of another slot are drafts of another chain, and nobody
+        but this chain reads them.
+
+        So all T slots of a row need keys and values at depth 0, whatever is asked of them: later
+        slots read them. Everything else is needed only of slots that have a term at this depth or a
+        later one (`asked`), which in chat data are the smaller part of a row: from the last layer's
+        queries of depth 0 on, the unroll runs over M of the T slots, and where families sample
+        their terms over fewer and fewer. A state is [B, M, H], M = T before depth 0.
+
+        Kept for the backward pass is the graph of all depths, since the loss of a depth reaches the
+        parameters through the states and keys of all depths before it; with `traits.recomputes` it
+        is what each depth reads, and the rest is computed again."""
         valid = self.terms(host_batch(features), steps)  # K x [B, T], in the host's memory
-        present = PackedQueries(segments)  # the slots that a depth runs over
-        rows = T * torch.arange(B)[:, None]
-        asking = present  # those whose states are needed
-        if self.traits.selects_queries:
-            used = slots_in_use(torch.stack(valid).any(0))
-            asking = PackedQueries(segments, to_device(used, device))
+        keys = ChainKeys(self.attention_layers, self.window)
         state = self.first_state(features.taps, features.last_hidden)
-        layers = self.attention_layers
-        causal: list[Pair] = []  # per layer: keys and values of depth 0
-        own: list[list[Pair]] = [[] for _ in range(layers)]  # those of each later depth
+        slots = PackedQueries(features.segment_ids)  # those whose states a depth reads
+        asked = self._slots_in_use(features, valid) or slots  # those whose states come out of it
         for depth in range(steps):
             if depth and self.traits.selects_queries and self.traits.samples_terms:
-                fewer = to_device(slots_in_use(torch.stack(valid[depth:]).any(0)), device)
-                if fewer.shape[1] <= WORTH_NARROWING * asking.slots.shape[1]:
-                    state, own = _narrowed(asking.slots, fewer, T, state, own)
-                    present = asking = PackedQueries(segments, fewer)
-            read = (present.slots + 1 + depth) % T  # slots that wrap have no term
-            tokens = self.tokens_read(ids.gather(1, read), depth)  # x_{t+1+depth}
-            queries = asking.slots if depth == 0 and self.traits.selects_queries else None
-            attends = [
-                self._unrolled(i, depth, causal, own[i], present if i < layers - 1 else asking)
-                for i in range(layers)
-            ]
-            places = positions.gather(1, present.slots) + depth
-            state = self.feed_back(state) if depth else state
-            given = (tokens, places, state, attends, queries)
-            state = kept_or_recomputed(self.traits.recomputes, self._depth, *given)
-            present, slots = asking, on_host(asking.slots)  # [B, M]
-            terms = valid[depth].gather(1, slots).flatten().nonzero().flatten()  # of the flat B·M
-            anchors = (slots + rows).flatten()[terms]
-            yield DraftStep(
-                depth=depth,
-                hidden=state.flatten(0, 1)[to_device(terms, device)],
-                target_index=to_device(anchors + 1 + depth, device),
-                anchor_index=to_device(anchors, device),
-                weight=torch.ones(len(anchors), device=state.device),
-            )
+                fewer = self._slots_in_use(features, valid[depth:])
+                if fewer.slots.shape[1] <= WORTH_NARROWING * slots.slots.shape[1]:
+                    index = places_among(slots.slots, fewer.slots, features.input_ids.shape[1])
+                    state = at_slots(state, index)
+                    keys.narrow(index)
+                    slots = fewer
+                    asked = fewer
+            state = self._unroll_depth(features, depth, slots, asked, state, keys)
+            slots = asked
+            yield _step(depth, state, slots, valid[depth])
 
-    def _unrolled(
-        self, layer: int, depth: int, causal: list, own: list, queries: PackedQueries
-    ) -> Callable:
-        before = tuple(own)  # of the depths 1..depth - 1, which a window always holds
-        if self.window is not None:  # depth k stands k positions behind its slot
-            queries = queries.within(self.window - depth)
+    def _slots_in_use(
+        self, features: TargetFeatures, valid: Sequence[Tensor]
+    ) -> PackedQueries | None:
+        """The slots with a term at one of the depths of `valid`, bool [B, T] each; None where the
+        layers cannot leave out a slot."""
+        if not self.traits.selects_queries:
+            return None
+        used = slots_in_use(torch.stack(list(valid)).any(0))
+        return PackedQueries(features.segment_ids, to_device(used, features.input_ids.device))
 
-        def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-            """Keeps its keys and values for later depths; a recomputed forward calls it again."""
-            if depth == 0:
-                if len(causal) == layer:
-                    causal.append((k, v))
-                return attention(q, (k, v), (), queries, scale)
-            if len(own) < depth:
-                own.append((k, v))
-            return attention(q, causal[layer], [*before, (k, v)], queries, scale)
-
-        return attend
+    def _unroll_depth(
+        self,
+        features: TargetFeatures,
+        depth: int,
+        slots: PackedQueries,
+        asked: PackedQueries,
+        state: Tensor,
+        keys: ChainKeys,
+    ) -> Tensor:
+        """One depth over `slots`, whose states [B, M, H] come in: those of `asked` [B, M', H]."""
+        ids = features.input_ids
+        behind = (slots.slots + 1 + depth) % ids.shape[1]  # slots that wrap have no term
+        tokens = self.tokens_read(ids.gather(1, behind), depth)  # x_{t+1+depth}
+        positions = features.position_ids.gather(1, slots.slots) + depth
+        if depth:
+            state = self.feed_back(state)
+        last = self.attention_layers - 1
+        attends = [
+            keys.attend(layer, depth, asked if layer == last else slots)
+            for layer in range(self.attention_layers)
+        ]
+        queries = None if asked is slots else asked.slots
+        inputs = (tokens, positions, state, attends, queries)
+        return kept_or_recomputed(self.traits.recomputes, self._depth, *inputs)
 
     def _depth(
-        self, tokens: Tensor, places: Tensor, state: Tensor, attends: Attends, queries: Asked
+        self, tokens: Tensor, positions: Tensor, state: Tensor, attends: Attends, queries: Asked
     ) -> Tensor:
-        embeds = self.embed(tokens, places)
-        return self.run(embeds, state, self.positions(state, places), attends, queries)
+        embeds = self.embed(tokens, positions)
+        return self.run(embeds, state, self.positions(state, positions), attends, queries)
 
     # -------------------------------------------------------------- inference
 
@@ -166,7 +179,9 @@ class ChainDrafter(Drafter):
 
     def draft_steps(self, inputs: DraftInput, k: int) -> DraftSteps:
         """See `Drafter.draft_steps`: one forward per depth."""
-        cache, start, stop = inputs.cache, inputs.start, inputs.stop
+        cache = inputs.cache
+        start = inputs.start
+        stop = inputs.stop
         state = self._append(inputs)
         with inputs.drafting() as lengths:
             token_ids = yield DraftLogits(self.head(state[:, 0]))
@@ -177,8 +192,11 @@ class ChainDrafter(Drafter):
 
     def draft_tree(self, inputs: DraftInput, k: int, grow: Grow) -> None:
         """See `Drafter.draft_tree`."""
-        cache, start, stop = inputs.cache, inputs.start, inputs.stop
-        states, depth = self._append(inputs), 0
+        cache = inputs.cache
+        start = inputs.start
+        stop = inputs.stop
+        states = self._append(inputs)
+        depth = 0
         with inputs.drafting() as base:
             while (level := grow(self.head(states))) is not None:
                 mask = cache.tree_mask(start, stop, base, level.visible)[0]
@@ -213,7 +231,9 @@ class ChainDrafter(Drafter):
         M = token_ids.shape[1]
         rows = (start, stop, M)
         position_ids, mask = placed or (cache.position_ids(*rows), cache.mask(*rows))
-        first, reads = 0, queries is None or queries.shape[1] or self.attention_layers > 1
+        first = 0
+        # with one layer and no queries, keys are written and none is read
+        reads = queries is None or queries.shape[1] or self.attention_layers > 1
         if self.window is not None and reads:
             lengths = None if placed or cache.static else cache.lengths[start:stop]
             mask, first = self._in_window(lengths, position_ids, mask)
@@ -226,7 +246,8 @@ class ChainDrafter(Drafter):
     ) -> tuple[Tensor | None, int]:
         """What `_extend` masks within the window, and the first key that any row reads. `lengths`:
         of the rows before it; None: not known here, or the slots are those of a tree."""
-        window, M = self.window, position_ids.shape[1]
+        window = self.window
+        M = position_ids.shape[1]
         assert window is not None
         first = 0 if lengths is None else max(0, min(lengths) - window + 1)
         if mask is None:
@@ -238,6 +259,53 @@ class ChainDrafter(Drafter):
         seen = in_window(position_ids, keys, window)[:, None]
         causal = (keys <= position_ids[..., None])[:, None] if mask is None else mask[..., first:]
         return seen & causal, first
+
+
+class ChainKeys:
+    """The keys and values that the depths of one unroll have computed, by layer.
+
+    context    of depth 0: [B, g, T, ·] of every slot, read by later slots of the same document
+    of_depths  of each depth from 1 on: [B, g, M, ·] of the slots that the unroll runs over, each
+               read by the later depths of its own slot alone
+    window     positions that a slot reads, its own included; None: all
+
+    An unroll appends and never overwrites: the pairs are part of the graph of the depths that read
+    them, until the backward pass is done."""
+
+    def __init__(self, layers: int, window: int | None) -> None:
+        self.window = window
+        self.context: list[Pair | None] = [None] * layers
+        self.of_depths: list[list[Pair]] = [[] for _ in range(layers)]
+
+    def attend(self, layer: int, depth: int, queries: PackedQueries) -> Attend:
+        """What the queries of a layer read at a depth.
+
+        With activation checkpointing the backward pass calls it again, when later depths have added
+        theirs. The pairs to read are therefore those that are there now, and the first call alone
+        keeps what it computed."""
+        # of depths 1..depth - 1, which a window always holds
+        earlier = tuple(self.of_depths[layer])
+        if self.window is not None:  # depth k stands k positions behind its slot
+            queries = queries.within(self.window - depth)
+
+        def attend_context(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+            if self.context[layer] is None:
+                self.context[layer] = (k, v)
+            return attention(q, (k, v), (), queries, scale)
+
+        def attend_chain(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+            if len(self.of_depths[layer]) < depth:
+                self.of_depths[layer].append((k, v))
+            return attention(q, self.context[layer], [*earlier, (k, v)], queries, scale)
+
+        return attend_chain if depth else attend_context
+
+    def narrow(self, index: Tensor) -> None:
+        """Leaves those of the slots at `index` [B, M'] of the M that the unroll runs over."""
+        self.of_depths = [
+            [(_at_heads_slots(k, index), _at_heads_slots(v, index)) for k, v in pairs]
+            for pairs in self.of_depths
+        ]
 
 
 class DecoderChain(ChainDrafter):
@@ -283,16 +351,32 @@ def slots_in_use(needed: Tensor) -> Tensor:
     return torch.where(needed, slots, 2 * needed.shape[1] - slots).argsort(dim=1)[:, :M]
 
 
-def _narrowed(
-    slots: Tensor, fewer: Tensor, T: int, state: Tensor, own: list
-) -> tuple[Tensor, list]:
-    """State [B, M, H] and keys and values [B, g, M, d] of `slots` [B, M] -> those of `fewer` [B,
-    M'], some of them. A slot that is not among `slots` has no term and gets any."""
+def places_among(slots: Tensor, fewer: Tensor, T: int) -> Tensor:
+    """Where the slots `fewer` [B, M'] stand among `slots` [B, M] of rows of T slots: [B, M'].
+
+    One that is not among them has no term, and gets any place."""
     B, M = slots.shape
-    place = torch.zeros(B, T, dtype=torch.long, device=slots.device)
-    place.scatter_(1, slots, torch.arange(M, device=slots.device).expand(B, M))
-    index = place.gather(1, fewer)
-    heads = index[:, None, :, None]
-    narrow = lambda x: x.gather(2, heads.expand(-1, x.shape[1], -1, x.shape[3]))
-    kept = [[tuple(map(narrow, pair)) for pair in layer] for layer in own]
-    return state.gather(1, index[..., None].expand(-1, -1, state.shape[-1])), kept
+    places = torch.zeros(B, T, dtype=torch.long, device=slots.device)
+    places.scatter_(1, slots, torch.arange(M, device=slots.device).expand(B, M))
+    return places.gather(1, fewer)
+
+
+def _at_heads_slots(x: Tensor, index: Tensor) -> Tensor:
+    """x [B, g, M, d] at index [B, M'] -> [B, g, M', d]."""
+    return x.gather(2, index[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
+
+
+def _step(depth: int, state: Tensor, slots: PackedQueries, valid: Tensor) -> DraftStep:
+    """The terms of a depth: of states [B, M, H] of `slots`, those that `valid` [B, T] holds."""
+    B, T = valid.shape
+    row_starts = T * torch.arange(B)[:, None]
+    on_the_host = on_host(slots.slots)  # [B, M]
+    terms = valid.gather(1, on_the_host).flatten().nonzero().flatten()  # of the flat B·M
+    anchors = (on_the_host + row_starts).flatten()[terms]
+    return DraftStep(
+        depth=depth,
+        hidden=state.flatten(0, 1)[to_device(terms, state.device)],
+        target_index=to_device(anchors + 1 + depth, state.device),
+        anchor_index=to_device(anchors, state.device),
+        weight=torch.ones(len(anchors), device=state.device),
+    )

@@ -1,9 +1,10 @@
 """Attention of draft heads in training on CUDA: fused kernels for all rows at once.
 
 The context is read by torch's flex_attention (https://arxiv.org/abs/2412.05496) under a `mask_mod`
-of the queries. A query's own keys lie outside the row, and are a second part of the same softmax:
-with outputs o, o' and log-sum-exps l, l' of the two parts, the whole is s o + (1 - s) o', s =
-sigmoid(l - l'). Both log-sum-exps are differentiable, so that autograd makes the backward pass."""
+of the queries. The keys of a query's block lie outside the row, and are a second part of the same
+softmax: with outputs o, o' and log-sum-exps l, l' of the two parts, the whole is s o + (1 - s) o',
+s = sigmoid(l - l'). Both log-sum-exps are differentiable, so that autograd makes the backward
+pass."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ LEAST_WIDTH = 16  # of keys and of values, which the kernels' matrix products as
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CAPABILITY = (7, 0)  # compute capability that Triton asks for
 
-HIDDEN = -1e30  # of a score of own keys; finite, so that its gradient is
+HIDDEN = -1e30  # of a score of a block's keys; finite, so that its gradient is
 
 Pair = tuple[Tensor, Tensor]  # keys and values
 # batch row, head, query, slot -> True where the query sees the slot
@@ -190,7 +191,7 @@ def _compiled_mask() -> Callable:
 def merged_attention(
     query: Tensor,
     context: Pair,
-    own: Sequence[Pair],
+    of_blocks: Sequence[Pair],
     queries: Queries,
     scale: float,
     attend: ContextAttention = attend_context,
@@ -198,29 +199,36 @@ def merged_attention(
     """`attention.attention`, its arguments of one dtype, by `attend` and autograd."""
     with torch.autocast(query.device.type, enabled=False):
         out, lse = attend(query, *context, block_mask(queries), scale)
-        if not own:
+        if not of_blocks:
             return out
-        out_of_own, lse_of_own = _attend_own(query, own, queries, scale)
-        share = (lse - lse_of_own).sigmoid()[..., None]
-        return (share * out + (1 - share) * out_of_own).to(query.dtype)
+        out_of_blocks, lse_of_blocks = _attend_in_blocks(query, of_blocks, queries, scale)
+        share = (lse - lse_of_blocks).sigmoid()[..., None]
+        return (share * out + (1 - share) * out_of_blocks).to(query.dtype)
 
 
-def _attend_own(query: Tensor, own: Sequence[Pair], queries: Queries, scale: float) -> Pair:
+def _attend_in_blocks(
+    query: Tensor, of_blocks: Sequence[Pair], queries: Queries, scale: float
+) -> Pair:
     """query [B, h, M, d], pairs [B, g, M, ·] -> output [B, h, M, v] and log-sum-exp [B, h, M] over
     the keys of each query's block, of which all pairs give as many as it has queries."""
     Q = queries.width
-    groups = own[0][0].shape[1]
-    key, value = (
-        torch.cat([x.unflatten(2, (-1, Q)) for x in part], dim=3) for part in zip(*own, strict=True)
-    )  # [B, g, A, K, ·]
+    keys = [key.unflatten(2, (-1, Q)) for key, _ in of_blocks]
+    values = [value.unflatten(2, (-1, Q)) for _, value in of_blocks]
+    key = torch.cat(keys, dim=3)  # [B, g, A, K, d]
+    value = torch.cat(values, dim=3)  # [B, g, A, K, v]
+    groups = key.shape[1]
     per_block = query.unflatten(1, (groups, -1)).unflatten(3, (-1, Q)).transpose(2, 3)
     scores = per_block.flatten(3, 4) @ key.mT  # [B, g, A, r·Q, K]
     exact = torch.promote_types(query.dtype, torch.float32)
-    hidden = queries.own_hidden
+    hidden = queries.hidden_in_block
     bias = torch.zeros_like(hidden, dtype=exact).masked_fill(hidden, HIDDEN)
     scores = torch.add(bias, scores.to(exact).unflatten(3, (-1, Q)), alpha=scale)
     lse = scores.logsumexp(-1)  # [B, g, A, r, Q]
     weights = (scores - lse[..., None]).exp().to(value.dtype)
     out = (weights.flatten(3, 4) @ value).unflatten(3, (-1, Q))  # [B, g, A, r, Q, v]
-    out, lse = (x.transpose(2, 3).flatten(3, 4).flatten(1, 2) for x in (out, lse))
-    return out, lse
+    return _per_query(out), _per_query(lse)
+
+
+def _per_query(x: Tensor) -> Tensor:
+    """[B, g, A, r, Q, …] -> [B, g·r, A·Q, …]."""
+    return x.transpose(2, 3).flatten(3, 4).flatten(1, 2)

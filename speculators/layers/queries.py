@@ -1,6 +1,6 @@
 """Which slots the queries of a head see in training: those of chains, and those of draft blocks.
 
-Queries stand in blocks of `width`. Each sees slots of its row (the context), and keys of its own
+Queries stand in blocks of `width`. A query sees slots of its row (the context), and keys of its
 block, which lie outside the row. Computes no scores."""
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ class PackedQueries:
     chosen: Tensor | None = None
     window: int | None = None
     width = 1
-    own_hidden = torch.tensor(False)  # it sees all keys of its block, which are its own
+    # A block is one query, which sees all keys of its block.
+    hidden_in_block = torch.tensor(False)
 
     def within(self, window: int | None) -> PackedQueries:
         """The same queries with a window: one object per window, which layers share."""
@@ -80,12 +81,12 @@ class PackedQueries:
         """bool [c, S], True where a query of a row does not see a slot."""
         slots = self.slots[row, queries, None]
         segments = self.segment_ids[row]
-        own = segments[slots]
-        places = torch.arange(len(segments), device=slots.device)[keys]
-        hidden = (own != segments[keys]) | (own < 0) | (slots < places)
+        documents = segments[slots]
+        key_slots = torch.arange(len(segments), device=slots.device)[keys]
+        hidden = (documents != segments[keys]) | (documents < 0) | (slots < key_slots)
         if self.window is not None:
-            hidden |= ~in_window(slots[:, 0], places, self.window)
-        return hidden & (slots != places)  # nobody is left without a key
+            hidden |= ~in_window(slots[:, 0], key_slots, self.window)
+        return hidden & (slots != key_slots)  # no query is left without a key
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,7 +140,7 @@ class Blocks:
         return hidden.expand(-1, Q, -1).flatten(0, 1)
 
     @property
-    def own_hidden(self) -> Tensor:
+    def hidden_in_block(self) -> Tensor:
         """bool [width, width], True where a query does not see a key of its block."""
         every = torch.ones(self.width, self.width, dtype=torch.bool, device=self.places.device)
         hidden = every.triu(1) if self.causal else torch.zeros_like(every)
