@@ -1,12 +1,23 @@
-"""Options classes (pydantic models) as commands of typer, after the manner of vLLM: every field is
-a flag of its name. Imports no torch."""
+"""A class of options as a command: every field of a pydantic model is an option.
+
+    class Options(BaseModel):
+        port: int = Field(8000, description="port to listen on", ge=0)
+
+    register(app, "serve", Options, run)      # --port NUMBER   port to listen on (8000)
+
+    def run(values, words):                   # {"port": "8001"}, as it was typed
+        options = validated(Options, "serve", values)
+
+typer splits the command line, and pydantic reads the values: so one class holds the names,
+defaults, limits and help of a command, and Python code can have the same options (`LLM` and `serve`
+share theirs). A wrong value is a ConfigError that names its option. Imports no torch."""
 
 from __future__ import annotations
 
 import inspect
 import json
 from collections.abc import Callable
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import typer
 from pydantic import BaseModel, BeforeValidator, ValidationError
@@ -15,47 +26,122 @@ from pydantic.fields import FieldInfo
 from draftsmith.speculators.errors import ConfigError
 
 SHORT = {"speculative_config": ["-sc"], "tensor_parallel_size": ["-tp"]}  # as in vLLM
-METAVARS = {  # by type in the JSON schema
-    "string": "TEXT",
-    "integer": "NUMBER",
-    "number": "NUMBER",
-    "object": "JSON",
-    "array": "TEXT",
-}
 OBJECT = "expected a JSON object in single quotes"
+
 Model = TypeVar("Model", bound=BaseModel)
-Values = dict[str, Any]  # of the flags that were given, as they were typed
+Values = dict[str, Any]  # by field, as they were typed
+
+
+# ------------------------------------------------------------------ values
 
 
 def json_or_text(value: Any) -> Any:
     """What a text spells in JSON; everything else as it is."""
+    if not isinstance(value, str):
+        return value
     try:
-        return json.loads(value) if isinstance(value, str) else value
+        return json.loads(value)
     except ValueError:
         return value
 
 
 def json_option(name: str, text: str) -> dict[str, Any] | None:
-    """The JSON object that an option of this name takes; None if it is not given."""
-    value = json_or_text(text) if text else None
+    """The JSON object that was typed for the option `name`; None for null, and if `text` is empty.
+    ConfigError for anything else."""
+    if not text:
+        return None
+    value = json_or_text(text)
     if value is not None and not isinstance(value, dict):
         raise ConfigError(f"{OBJECT}, got {text}", where=name)
     return value
 
 
+def _split_at_commas(values: Any) -> list[str]:
+    """["1,2", "4"], of an option that was typed twice, or (1, 2, 4) -> ["1", "2", "4"]."""
+    return ",".join(map(str, values)).split(",")
+
+
+# Types of fields whose values are typed in other ways than pydantic reads by itself.
 JsonObject = Annotated[dict[str, Any], BeforeValidator(json_or_text)]
 Mode = Annotated[dict[str, Any] | int, BeforeValidator(json_or_text)]
-CommaSeparated = BeforeValidator(lambda values: ",".join(map(str, values)).split(","))
+CommaSeparated = BeforeValidator(_split_at_commas)
+
+
+def passed_values(values: Values) -> Values:
+    """The values of the options that were passed; typer has None, or no value, for the others."""
+    return {name: value for name, value in values.items() if value not in (None, [], ())}
+
+
+def validated(model: type[Model], command: str, values: Values) -> Model:
+    """The options as an object of their class. ConfigError for the first that is wrong; its `where`
+    is the command and the option."""
+    try:
+        return model.model_validate(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+    where = command
+    if first["loc"]:
+        where += f" {flag_name(str(first['loc'][0]))}"
+    if first["type"] == "dict_type":
+        raise ConfigError(OBJECT, where=where)
+    raise ConfigError(first["msg"].removeprefix("Value error, "), where=where)
+
+
+# ------------------------------------------------------------------ options
 
 
 def flag_name(field: str) -> str:
-    """--max-num-seqs of max_num_seqs; a field's unit, as in timeout_s, is no part of its flag."""
+    """--max-num-seqs of max_num_seqs; a field's unit, as in timeout_s, is no part of it."""
     return "--" + field.removesuffix("_s").replace("_", "-")
 
 
-def given_values(values: Values) -> Values:
-    """Those of flags that were given."""
-    return {name: value for name, value in values.items() if value not in (None, [], ())}
+class Kind(NamedTuple):
+    """How an option is typed. `annotation`: what typer makes of the words: a switch, a list of
+    texts, or a text, which pydantic reads. `metavar`: the value in the help."""
+
+    annotation: Any
+    metavar: str | None
+
+
+KINDS = {  # by the type that a field has in JSON schema
+    "array": Kind(list[str], "TEXT"),
+    "boolean": Kind(bool, None),
+    "integer": Kind(str, "NUMBER"),
+    "number": Kind(str, "NUMBER"),
+    "object": Kind(str, "JSON"),
+    "string": Kind(str, "TEXT"),
+}
+
+
+def _option(name: str, field: FieldInfo, schema: dict[str, Any]) -> Any:
+    """The annotation of a field's option for typer. `schema`: of the field, in JSON schema."""
+    alternatives = schema.get("anyOf", [schema])  # such as an integer, or null
+    first = alternatives[0]
+    kind = KINDS[first.get("type", "string")]
+    metavar = "|".join(first["enum"]) if "enum" in first else kind.metavar
+    flag = flag_name(name)
+    if kind.annotation is bool and len(alternatives) > 1:  # on, off, or as it is by default
+        flag += f"/--no-{flag.removeprefix('--')}"
+    option = typer.Option(
+        flag, *SHORT.get(name, ()), help=_help(field, kind), metavar=metavar, show_default=False
+    )
+    return Annotated[kind.annotation | None, option]
+
+
+def _help(field: FieldInfo, kind: Kind) -> str:
+    """The description of a field, and its default where there is a value to show."""
+    text = field.description or ""
+    if kind is KINDS["array"]:
+        text += "; may be repeated"
+    default = None if field.is_required() else field.get_default()
+    if isinstance(default, tuple):
+        default = ",".join(map(str, default))
+    if default not in (None, "", {}) and not isinstance(default, bool):
+        text += f" ({default})"
+    return text
+
+
+# ------------------------------------------------------------------ commands
 
 
 def register(
@@ -66,19 +152,21 @@ def register(
     *,
     others: bool = False,
 ) -> None:
-    """Adds a command that calls `run` with the values of the flags that were given and, with
-    `others`, the words that are no flag of its own. Its flags are the fields of `model`, but those
-    with `exclude`."""
+    """Adds a command whose options are the fields of `model`, but those with `exclude`, and whose
+    help is its docstring. It calls `run` with the values of the options that were passed and, with
+    `others`, the words that belong to no option of the model."""
 
     def command(context: typer.Context, **values: Any) -> None:
-        run(given_values(values), context.args)
+        run(passed_values(values), context.args)
 
+    # typer reads the options off the signature of a function
     schemas = model.model_json_schema()["properties"]
-    parameters = [_keyword("context", typer.Context)]
+    parameters = [_parameter("context", typer.Context)]
     for field, info in model.model_fields.items():
         if not info.exclude:
-            parameters.append(_keyword(field, _option(field, info, schemas[field])))
-    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+            parameters.append(_parameter(field, _option(field, info, schemas[field])))
+    described: Any = command  # mypy knows no signature of a function
+    described.__signature__ = inspect.Signature(parameters)
     command.__annotations__ = {one.name: one.annotation for one in parameters}
     command.__doc__ = model.__doc__
     settings = {
@@ -90,39 +178,6 @@ def register(
     app.command(name, context_settings=settings)(command)
 
 
-def _keyword(name: str, annotation: Any) -> inspect.Parameter:
+def _parameter(name: str, annotation: Any) -> inspect.Parameter:
     keyword = inspect.Parameter.KEYWORD_ONLY
     return inspect.Parameter(name, keyword, default=None, annotation=annotation)
-
-
-def _option(name: str, field: FieldInfo, schema: dict[str, Any]) -> Any:
-    """The type of a flag for typer: a text wherever pydantic reads the value. `schema`: of the
-    field, in JSON schema."""
-    part = schema.get("anyOf", [schema])[0]
-    json_type = part.get("type", "string")
-    kind: Any = {"boolean": bool, "array": list[str]}.get(json_type, str)
-    metavar = "|".join(part["enum"]) if "enum" in part else METAVARS.get(json_type)
-    flag = flag_name(name)
-    if kind is bool and "anyOf" in schema:  # true, false, or neither
-        flag += f"/--no-{flag.removeprefix('--')}"
-    default = None if field.is_required() else field.get_default()
-    shown = ",".join(map(str, default)) if isinstance(default, tuple) else default
-    text = (field.description or "") + ("; may be repeated" if json_type == "array" else "")
-    if shown not in (None, "", {}, False):
-        text += f" ({shown})"
-    option = typer.Option(
-        flag, *SHORT.get(name, ()), help=text.strip(), metavar=metavar, show_default=False
-    )
-    return Annotated[kind | None, option]
-
-
-def validated(model: type[Model], command: str, given: Values) -> Model:
-    """The model from the values of its flags. ConfigError names the flag of the first invalid
-    one."""
-    try:
-        return model.model_validate(given)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = " ".join([command, *(flag_name(str(name)) for name in first["loc"][:1])])
-        message = OBJECT if first["type"] == "dict_type" else first["msg"]
-        raise ConfigError(message.removeprefix("Value error, "), where=where) from None

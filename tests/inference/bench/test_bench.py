@@ -30,7 +30,7 @@ from draftsmith.inference.bench.load_generator import (
     read_counters,
 )
 from draftsmith.inference.entrypoints.speculative_config import parse_speculative_config
-from draftsmith.inference.flags import given_values, validated
+from draftsmith.inference.flags import passed_values, validated
 from draftsmith.inference.metrics import SpecDecodeCounters
 from draftsmith.inference.spec_decode.draft_length import DraftLength
 from draftsmith.speculators.errors import ConfigError, DataError, DraftsmithError
@@ -338,7 +338,7 @@ def test_flags_are_those_of_vllm():
     def read(line: str) -> BenchOptions:
         command = typer.main.get_command(app).commands["bench"]
         context = command.make_context("bench", shlex.split(line))
-        return validated(BenchOptions, "bench", given_values(context.params))
+        return validated(BenchOptions, "bench", passed_values(context.params))
 
     chat = read(
         "--backend openai-chat --base_url http://a:1/v1 --model m --dataset-name mt_bench"

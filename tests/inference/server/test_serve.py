@@ -13,7 +13,7 @@ import typer
 from transformers import GenerationConfig
 from typer.testing import CliRunner
 
-from draftsmith.inference.flags import given_values
+from draftsmith.inference.flags import passed_values
 from draftsmith.inference.server import serve_command
 from draftsmith.inference.server.protocol import CompletionRequest
 from draftsmith.inference.server.serve_command import DEFAULTS, bind, log_address
@@ -34,7 +34,7 @@ def words(line: str) -> tuple[dict, list[str]]:
     """The values of the flags, with the model, and what is no flag of `serve`."""
     command = typer.main.get_command(app).commands["serve"]
     context = command.make_context("serve", shlex.split(line))
-    return with_model(given_values(context.params), context.args)
+    return with_model(passed_values(context.params), context.args)
 
 
 def read(line: str) -> tuple[ServeFlags, dict]:
@@ -142,8 +142,8 @@ def served(monkeypatch, tmp_path):
 
 
 def params_of(options: ServeFlags, **fields) -> dict:
-    request = CompletionRequest.read(json.dumps({"prompt": "x", **fields}).encode())
-    params = request.params(options)
+    body = json.dumps({"prompt": "x", **fields}).encode()
+    _, params = CompletionRequest.read(body, options)
     return {name: getattr(params, DEFAULTS[name]) for name in OF_THE_MODEL}
 
 
