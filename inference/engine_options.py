@@ -61,8 +61,8 @@ class EngineOptions(BaseModel):
     )
     enforce_eager: bool | None = option(
         None,
-        "--no-enforce-eager compiles rounds on CUDA, with CUDA graphs; default: eager on every"
-        " device, unless --compilation-config asks for compiled rounds",
+        "--enforce-eager never compiles rounds, --no-enforce-eager does on CUDA, with CUDA graphs;"
+        " default: on CUDA those of up to 8 rows, at start",
     )
     compilation_config: Mode | None = option(
         None,

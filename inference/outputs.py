@@ -16,6 +16,7 @@ class RequestMetrics(SpecDecodeCounters):
                         proposal; with n > 1 the responses' lists follow one another. Round i of a
                         response starts at output token 1 + sum(accepted_per_round[:i]) + i.
     drafted_per_round   tokens drafted in each of these rounds; empty: not known
+    num_compiled_rounds how many of these rounds the target ran compiled; None: not known
     """
 
     arrival_time: float = 0.0
@@ -23,6 +24,7 @@ class RequestMetrics(SpecDecodeCounters):
     finished_time: float | None = None
     accepted_per_round: list[int] = field(default_factory=list)
     drafted_per_round: list[int] = field(default_factory=list)
+    num_compiled_rounds: int | None = None
 
 
 @dataclass

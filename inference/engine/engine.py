@@ -6,6 +6,7 @@ plus one token of the target's own, and rolls the rest back by not counting it."
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from time import perf_counter
 
@@ -13,9 +14,10 @@ import torch
 from torch import Tensor
 
 from draftsmith.inference.engine.logprobs import record_logprobs
+from draftsmith.inference.engine.memory import memory_fault
 from draftsmith.inference.engine_options import EngineOptions
 from draftsmith.inference.metrics import SpecDecodeCounters
-from draftsmith.inference.model_runner.compile_options import read_compilation
+from draftsmith.inference.model_runner.compile_options import CompileOptions, read_compilation
 from draftsmith.inference.model_runner.model_runner import ModelRunner
 from draftsmith.inference.outputs import JudgedRound, Placed
 from draftsmith.inference.requests.request import Request
@@ -27,8 +29,11 @@ from draftsmith.inference.spec_decode.proposers.base import Proposer
 from draftsmith.inference.spec_decode.tree_attention import along, tree_places
 from draftsmith.inference.spec_decode.verification.rejection_sampler import AUTO, verify_and_sample
 from draftsmith.speculators.errors import ConfigError, DraftsmithError
+from draftsmith.speculators.hub import one_line
 from draftsmith.speculators.precision import on_device
 from draftsmith.speculators.target.frozen_target import FrozenTarget
+
+logger = logging.getLogger(__name__)
 
 
 class Engine:
@@ -50,8 +55,11 @@ class Engine:
     ) -> None:
         if options.max_model_len is None:
             raise ConfigError("an engine needs max_model_len", where="EngineOptions")
-        compile_options = read_compilation(options, target.device.type)
-        _require_abilities(target, compile_options is not None, proposer)
+        self.compile_options = read_compilation(options, target.device.type)
+        compiles = self.compile_options is not None and self.compile_options.asked
+        _require_abilities(target, compiles, proposer)
+        if not compiles and target.recurrent is not None:
+            self.compile_options = None
         self.target = target
         self.options = options
         self.max_model_len = options.max_model_len
@@ -62,7 +70,6 @@ class Engine:
             options.max_num_seqs,
             self.max_model_len,
             drafts=proposer.max_width if proposer is not None else 0,
-            compile_options=compile_options,
         )
         self.counters = SpecDecodeCounters()
         self.draft_length = draft_length or DraftLength(
@@ -71,8 +78,8 @@ class Engine:
         if proposer is not None:
             self.draft_length.attach(proposer, self.rehearse)
         self._rejection_sample_method = rejection_sample_method
-        if proposer is not None and compile_options is not None:
-            proposer.compile(compile_options)
+        if compiles:
+            self._compile(self.compile_options)
 
     # ------------------------------------------------------------------ requests
 
@@ -125,13 +132,40 @@ class Engine:
         """True if rounds are compiled (docs/runtime.md)."""
         return self.runner.compiled is not None
 
+    def begin_compiling(self) -> bool:
+        """Before a warm-up: rounds that are compiled by default are from now on, if all rows fit
+        the device's memory at their full length. Returns `compiles`."""
+        if self.compile_options is None or self.compiles:
+            return self.compiles
+        if (fault := memory_fault(self.runner, self.proposer)) is not None:
+            logger.warning("rounds run eager: compiled ones need all memory at once; %s", fault)
+            return False
+        self._compile(self.compile_options)
+        return True
+
     @torch.inference_mode()
-    def warm_up(self, deadline: float) -> None:
+    def warm_up(self, deadline: float, longest: int | None = None) -> None:
         """Compiles every shape that a round can have, until then (`perf_counter`). After a round
-        with drafting and one without, which show what the steps are given."""
-        self.runner.warm_up(deadline)
+        with drafting and one without, which show what the steps are given. `longest`: tokens of the
+        longest text that is to come.
+
+        ConfigError where the target cannot be compiled and the options ask for it; by default all
+        runs eager then, with a warning."""
+        assert self.compile_options is not None
+        try:
+            self.runner.warm_up(deadline, longest)
+            if self.proposer is not None:
+                self.proposer.warm_up(deadline, longest)
+        except (ConfigError, RuntimeError) as error:
+            if self.compile_options.asked:
+                raise
+            logger.warning("rounds run eager, since they cannot be compiled: %s", one_line(error))
+            self._compile(None)
+
+    def _compile(self, options: CompileOptions | None) -> None:
+        self.runner.compile(options)
         if self.proposer is not None:
-            self.proposer.warm_up(deadline)
+            self.proposer.compile(options)
 
     # ------------------------------------------------------------------ one step
 
@@ -160,6 +194,7 @@ class Engine:
             inputs = torch.cat([inputs, proposal.token_ids], dim=1)  # [B, 1+K]
         tree = tree_places(proposal, inputs.device)
         taps, last_hidden = self.runner(0, inputs, tree)
+        compiled = self.runner.ran_compiled
         logits = self.runner.logits(last_hidden)  # [B, 1+K, V]
         if proposer is not None and proposer.reads_logits:
             proposer.see_logits(rows, proposal, logits)
@@ -175,6 +210,7 @@ class Engine:
             drafted = proposal.counts[row]
             depth = max(depths[row][:drafted], default=0)
             request.count_round(drafted, accepted, depth)
+            request.num_compiled_rounds += compiled
             self.counters.add(drafted, accepted, depth)
         if proposer is not None:
             self.draft_length.learn(proposal.counts, num_accepted)

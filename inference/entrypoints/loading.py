@@ -324,7 +324,7 @@ def make_engine(
         draft_length=draft_length,
         rejection_sample_method=rejection_sample_method,
     )
-    if (fault := memory_fault(engine)) is not None:
+    if (fault := memory_fault(engine.runner, engine.proposer)) is not None:
         if options.max_model_len is not None:
             raise ConfigError(fault)
         logger.warning("%s, or expect to run out of memory in long texts", fault)

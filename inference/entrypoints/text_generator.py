@@ -265,19 +265,20 @@ class TextGenerator:
 
     # ------------------------------------------------------------------ the engine
 
-    def warm_up(self, limit_s: float = 900.0) -> None:
+    def warm_up(self, limit_s: float = 900.0, longest: int | None = None) -> None:
         """Compiles every shape that rounds can have, and measures what rounds cost where draft
         lengths go by that. From the thread that will run the rounds, before any request. `limit_s`:
-        seconds after which nothing further is begun; what is left is compiled and measured when it
-        is first met."""
+        seconds after which nothing further is begun; what is left is measured when it is first met,
+        and compiled then or, where compiled rounds are the default, run eager. `longest`: tokens of
+        the longest text that is to come, its response included; None: of any length."""
         deadline = perf_counter() + limit_s
         few = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, seed=0)
         length = min(WARM_UP_PROMPT, self.engine.max_model_len // 2)
         prompt = {"prompt_token_ids": [0] * length}
-        if self.engine.compiles:
+        if self.engine.begin_compiling():
             for speculate in (True, False):  # what each step is given
                 self.generate(prompt, few, False, speculate=speculate)
-            self.engine.warm_up(deadline)
+            self.engine.warm_up(deadline, longest)
         draft_length = self.engine.draft_length
         for rows in draft_length.sizes_to_measure(self.engine.options.max_num_seqs):
             if perf_counter() < deadline:

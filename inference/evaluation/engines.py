@@ -226,11 +226,17 @@ class RuntimeEngine(MeasuredEngine):
     @override
     def facts(self) -> EngineFacts:
         sampled = "probabilistic" if self.drafting.drafter is not None else None
-        return EngineFacts(name=self.name, version=package_version(), draft_sample_method=sampled)
+        return EngineFacts(
+            name=self.name,
+            version=package_version(),
+            draft_sample_method=sampled,
+            rounds="compiled" if self.llm.engine.compiles else "eager",
+        )
 
     @override
     def prepare(self, prompts: Prompts, max_tokens: int) -> None:
-        self.llm.warm_up()  # nothing is compiled while it is timed
+        # nothing is compiled while it is timed
+        self.llm.warm_up(longest=max(map(len, prompts)) + max_tokens)
 
     @override
     def in_float32(self, rows: int) -> RuntimeEngine:

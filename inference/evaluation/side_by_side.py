@@ -33,7 +33,7 @@ from draftsmith.inference.report.schema import (
     LosslessCheck,
     TimedPass,
 )
-from draftsmith.inference.report.speed import stalled
+from draftsmith.inference.report.speed import how_rounds_ran, stalled
 from draftsmith.inference.report.table import new_table, row, stall_note
 from draftsmith.inference.sampling_params import SamplingParams
 from draftsmith.inference.whole_file import write_whole
@@ -139,8 +139,10 @@ class SideBySide:
         few = [replace(p, max_tokens=short) for p in seeded[: self.rows]]
         whole = len(self.llms) * repeats * len(prompts)  # responses
         ended = Counter[str]()
+        longest = max(len(p.token_ids) for p in prompts) + (params.max_tokens or 0)
         for name, llm in self.llms.items():
             progress(0, f"{name}: warming up", whole)
+            llm.warm_up(longest=longest if params.max_tokens else None)
             llm.generate(inputs[: self.rows], few, use_tqdm=False)
             proposer = llm.engine.proposer
             tokens = 0 if proposer is None else proposer.num_speculative_tokens
@@ -266,6 +268,12 @@ def remarks(measured: Mapping[str, Measurement]) -> list[str]:
         for name, measurement in measured.items()
         for check in measurement.lossless
         for difference in check.details
+    ]
+    ran = {name: how_rounds_ran(m.passes[SPECULATIVE]) for name, m in measured.items()}
+    lines += [
+        f"rounds: {how} ({', '.join(name for name in ran if ran[name] == how)})"
+        for how in dict.fromkeys(ran.values())
+        if how
     ]
     for name, measurement in measured.items():
         drafted = {SPECULATIVE: measurement.passes[SPECULATIVE]}

@@ -11,7 +11,7 @@ from time import perf_counter
 import torch
 
 from draftsmith.inference.outputs import RequestOutput
-from draftsmith.inference.report.measurement import num_output_tokens
+from draftsmith.inference.report.measurement import compiled_rounds, num_output_tokens
 from draftsmith.inference.report.schema import TimedPass
 
 Run = Callable[[], list[RequestOutput]]  # does one pass
@@ -29,11 +29,14 @@ def interleaved(
             written = runs[name]()
             _synchronize(device)
             seconds = perf_counter() - started
-            tokens = num_output_tokens(written)
-            yield (
-                name,
-                TimedPass(workload=workload, repeat=repeat, tokens=tokens, seconds=seconds),
+            ended = TimedPass(
+                workload=workload,
+                repeat=repeat,
+                tokens=num_output_tokens(written),
+                seconds=seconds,
+                compiled_rounds=compiled_rounds([output.metrics for output in written]),
             )
+            yield name, ended
 
 
 def _synchronize(device: torch.device) -> None:

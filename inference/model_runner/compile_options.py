@@ -4,6 +4,7 @@ Knows no model."""
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from typing import Any
 
 from draftsmith.inference.engine_options import EngineOptions
@@ -11,15 +12,32 @@ from draftsmith.speculators.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-CompileOptions = dict[str, Any]  # arguments of torch.compile
-
 MODES = ("NONE", "STOCK_TORCH_COMPILE", "DYNAMO_TRACE_ONCE", "VLLM_COMPILE")  # vLLM's, by number
+
+
+MOST_ROWS = 8  # of a round that is compiled by default
+
+
+@dataclass(frozen=True)
+class CompileOptions:
+    """How rounds are compiled.
+
+    arguments  of torch.compile
+    asked      by the options: from the start, every shape when it is first met, and an error where
+               it cannot be. Otherwise by default: what `warm_up` has compiled, and eager else
+    most_rows  of a round that is compiled; None: all
+    """
+
+    arguments: dict[str, Any]
+    asked: bool = True
+    most_rows: int | None = None
 
 
 def read_compilation(options: EngineOptions, device: str) -> CompileOptions | None:
     """The options for rounds on a `device` of this kind; None: they run eager.
-    They are compiled with `enforce_eager=False`, or with a config whose mode or cudagraph_mode is
-    not NONE, unless `enforce_eager=True` or mode NONE is given; on a CPU with a backend alone."""
+    On CUDA they are compiled by default, for batches of up to MOST_ROWS; for all batches with
+    `enforce_eager=False`, or with a config whose mode or cudagraph_mode is not NONE. Never with
+    `enforce_eager=True`, mode NONE or cudagraph_mode NONE alone; on a CPU with a backend alone."""
     given = options.compilation_config
     fields: dict[str, Any] = {"mode": given} if isinstance(given, int) else dict(given or {})
     mode, backend = fields.pop("mode", None), fields.pop("backend", "")
@@ -29,12 +47,14 @@ def read_compilation(options: EngineOptions, device: str) -> CompileOptions | No
     name = MODES[mode] if mode in range(len(MODES)) else str(mode or "").upper()
     if name not in ("", *MODES):
         raise ConfigError(f"mode={mode!r}; expected one of {MODES}", where="compilation_config")
-    asked = options.enforce_eager is False or name or graphs not in ("", "NONE")
-    if options.enforce_eager or name == "NONE" or not asked:
+    asked = options.enforce_eager is False or bool(name) or graphs not in ("", "NONE")
+    by_default = device == "cuda" and graphs == ""
+    if options.enforce_eager or name == "NONE" or not (asked or by_default):
         return None
     if device == "cpu" and not backend:
         logger.warning("on a CPU rounds run eager: compiling them gains next to nothing")
         return None
     replays = device == "cuda" and graphs != "NONE" and backend != "eager"
     cuda_graphs = {"mode": "reduce-overhead"} if replays else {}
-    return {"backend": backend or "inductor", **cuda_graphs}
+    arguments = {"backend": backend or "inductor", **cuda_graphs}
+    return CompileOptions(arguments, asked=asked, most_rows=None if asked else MOST_ROWS)

@@ -1,8 +1,8 @@
 """Steps at static shapes by torch.compile, on a GPU as CUDA graphs (mode "reduce-overhead"): a
 model's forward over the last token and the drafts, and what compiled_chain.py makes of a drafter.
 
-A shape of static_shapes.py is compiled when it is first met. Prefill, trees of drafts, sampled
-chains and what decides over tokens run eager."""
+A shape of static_shapes.py is compiled in a warm-up, or when it is first met. Prefill, trees of
+drafts, sampled chains and what decides over tokens run eager."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from draftsmith.inference.kv_cache.static_rows import StaticRows
 from draftsmith.inference.model_runner.compile_options import CompileOptions
-from draftsmith.inference.model_runner.static_shapes import all_shapes, shape_for
+from draftsmith.inference.model_runner.static_shapes import Shape, all_shapes, shape_for
 from draftsmith.speculators.errors import ConfigError
 from draftsmith.speculators.precision import on_device
 from draftsmith.speculators.target.ragged_rows import Forward, run_rows
@@ -32,21 +32,24 @@ Step = Callable[..., Outputs]  # (rows, counts [R], *inputs [R, T, …])
 class CachedStep(nn.Module):
     """A step over new tokens of the first rows of `cache`, compiled once per shape. The memory of
     the cache are its buffers, whose addresses are fixed. `ahead`: slots that it fills after those
-    of its inputs."""
+    of its inputs. `compiled`: the shapes that are."""
 
     def __init__(
         self, step: Step, cache: RaggedCache, width: int, ahead: int, options: CompileOptions
     ) -> None:
         super().__init__()
         cache.reserve_all()
-        self.shapes = all_shapes(cache.max_rows, width, cache.max_len)
+        self._most_rows = min(cache.max_rows, options.most_rows or cache.max_rows)
+        self._when_met = options.asked
+        self.shapes = all_shapes(self._most_rows, width, cache.max_len)
+        self.compiled: set[Shape] = set()
         self._step = step
         self._cache = cache
         self._width = width
         self._ahead = ahead
         self._layers = 0
         self._inputs: list[Tensor] = []  # one token of one row of each
-        self._compiled = torch.compile(self, fullgraph=True, dynamic=False, **options)
+        self._compiled = torch.compile(self, fullgraph=True, dynamic=False, **options.arguments)
 
     def forward(self, placed: Tensor, keys: int, *inputs: Tensor) -> Outputs:
         """placed [2, R]: each row's length, and how many of its new tokens are no padding."""
@@ -57,10 +60,11 @@ class CachedStep(nn.Module):
 
     def run(self, start: int, counts: Sequence[int], *inputs: Tensor) -> Outputs:
         """inputs [b, T, …] each, of whose tokens counts [b] are no padding -> outputs of these
-        rows; () where the step has to run eager: prefill, or nothing was cached yet."""
+        rows; () where the step has to run eager: prefill, more rows than are compiled, a shape that
+        was left out of the warm-up, or nothing was cached yet."""
         rows, width = inputs[0].shape[:2]
         keys, values = self._cache.memory()
-        if start or width > self._width or not keys:
+        if start or width > self._width or rows > self._most_rows or not keys:
             return ()
         if not self._layers:
             self._layers = len(keys)
@@ -69,6 +73,15 @@ class CachedStep(nn.Module):
             self._inputs = [x[:1, :1].clone() for x in inputs]
         lengths = self._cache.lengths[:rows]
         shape = shape_for(self.shapes, rows, width, max(lengths) + self._ahead)
+        if not (self._when_met or shape in self.compiled):
+            return ()
+        return self._run(shape, lengths, counts, inputs)
+
+    def _run(
+        self, shape: Shape, lengths: Sequence[int], counts: Sequence[int], inputs: Sequence[Tensor]
+    ) -> Outputs:
+        """The step at a shape that holds rows of these lengths, which is compiled if it is new."""
+        rows, width = inputs[0].shape[:2]
         unused = shape.rows - rows  # they hold nothing
         placed = [[*lengths, *[0] * unused], [*counts, *[1] * unused]]
         padded = [x.new_zeros(shape.rows, shape.width, *x.shape[2:]) for x in inputs]
@@ -83,17 +96,25 @@ class CachedStep(nn.Module):
                 f"enforce_eager=False: rounds cannot be compiled: {error}. Set enforce_eager=True",
                 where="LLM",
             ) from error
+        self.compiled.add(shape)
         return tuple(None if x is None else x[:rows].clone() for x in outputs)
 
-    def warm_up(self, deadline: float) -> None:
+    def warm_up(self, deadline: float, longest: int | None = None) -> None:
         """Compiles every shape until then. No row holds anything: keys and values are written over.
-        Nothing if it was never run."""
-        for shape in self.shapes if self._inputs else ():
+        Nothing if it was never run. `longest`: tokens of the longest text that is to come; shapes
+        that only longer ones have are left out."""
+        if not self._inputs:
+            return
+        shapes = self.shapes
+        if longest is not None:
+            room = longest + self._width + self._ahead
+            most = next((s.keys for s in shapes if s.keys >= room), self._cache.max_len)
+            shapes = [shape for shape in shapes if shape.keys <= most]
+        for shape in shapes:
             if perf_counter() < deadline:
-                self._cache.lengths[0] = max(shape.keys - shape.width - self._ahead, 0)
+                lengths = [max(shape.keys - shape.width - self._ahead, 0), *[0] * (shape.rows - 1)]
                 inputs = [x.expand(*shape[:2], *x.shape[2:]) for x in self._inputs]
-                self.run(0, [1] * shape.rows, *inputs)
-                self._cache.lengths[0] = 0
+                self._run(shape, lengths, [1] * shape.rows, inputs)
 
 
 class CompiledForward:

@@ -27,6 +27,7 @@ class ModelRunner:
     forward   of the target, where it is at hand; None: the fastest that there is
     cache     keys and values, and the length of each row
     compiled  the forward at static shapes; None where all runs eager
+    ran_compiled  how the last forward ran
     """
 
     def __init__(
@@ -36,7 +37,6 @@ class ModelRunner:
         max_len: int,
         *,
         drafts: int = 0,
-        compile_options: CompileOptions | None = None,
         forward: PlainDecoder | FrozenTarget | None = None,
     ) -> None:
         self.target = target
@@ -44,13 +44,21 @@ class ModelRunner:
         self.cache = RaggedCache(rows, max_len + drafts, device=target.device)
         self.forward = forward or plain_or_none(target) or target
         self.compiled: CompiledForward | None = None
-        if compile_options is not None:
-            # torch's compiler takes seconds to import
-            from draftsmith.inference.model_runner.compiled_step import CompiledForward
+        self.ran_compiled = False
+        self._width = 1 + drafts  # new tokens of a row in a round
 
-            self.compiled = CompiledForward(
-                self.forward, self.cache, 1 + drafts, max_len, compile_options
-            )
+    def compile(self, options: CompileOptions | None) -> None:
+        """Rounds run at static shapes from now on; None: all runs eager again. While no row holds
+        anything."""
+        if options is None:
+            self.compiled = None
+            return
+        # torch's compiler takes seconds to import
+        from draftsmith.inference.model_runner.compiled_step import CompiledForward
+
+        self.compiled = CompiledForward(
+            self.forward, self.cache, self._width, self.max_len, options
+        )
 
     def __call__(
         self, start: int, token_ids: Tensor, tree: TreePlaces | None = None
@@ -63,7 +71,9 @@ class ModelRunner:
         if self.compiled is not None and tree is None:
             features = self.compiled(start, token_ids)
             if features is not None:
+                self.ran_compiled = True
                 return features
+        self.ran_compiled = False
         return run_rows(
             self.forward, self.cache, start, token_ids, max_positions=self.max_len, tree=tree
         )
@@ -111,7 +121,8 @@ class ModelRunner:
         _, last_hidden = self(0, token_ids)
         self.logits(last_hidden).argmax(-1).tolist()
 
-    def warm_up(self, deadline: float) -> None:
-        """Compiles every shape until then, once requests have run; nothing where all runs eager."""
+    def warm_up(self, deadline: float, longest: int | None = None) -> None:
+        """Compiles every shape until then, once requests have run; nothing where all runs eager.
+        `longest`: tokens of the longest text that is to come."""
         if self.compiled is not None:
-            self.compiled.step.warm_up(deadline)
+            self.compiled.step.warm_up(deadline, longest)

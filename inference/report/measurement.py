@@ -123,6 +123,15 @@ def num_output_tokens(requests: Iterable[RequestOutput]) -> int:
     return sum(len(output.token_ids) for request in requests for output in request.outputs)
 
 
+def compiled_rounds(metrics: Sequence[RequestMetrics]) -> float | None:
+    """Share of the rounds of some responses that ran compiled; None where it is not known."""
+    rounds = sum(len(counters.accepted_per_round) for counters in metrics)
+    compiled = [counters.num_compiled_rounds for counters in metrics]
+    if not rounds or None in compiled:
+        return None
+    return sum(count for count in compiled if count is not None) / rounds
+
+
 def _tokens_after_the_first(requests: Iterable[RequestOutput]) -> int:
     """Tokens that verifications wrote: the first one of a response comes from its prefill, and what
     the last verification gave beyond the end is not written."""

@@ -14,7 +14,7 @@ from typing import Any
 from huggingface_hub import ModelCard, ModelCardData
 
 from draftsmith.inference.report.schema import AcceptanceReport
-from draftsmith.inference.report.table import report_tables, suite_notes
+from draftsmith.inference.report.table import how_timed, report_tables, suite_notes
 from draftsmith.speculators.config import DrafterConfig
 from draftsmith.speculators.export.formats import NATIVE
 from draftsmith.speculators.export.serving_commands import draftsmith_snippet
@@ -62,6 +62,7 @@ def model_card(facts: CardFacts, report: AcceptanceReport | None) -> str:
         report=report,
         serving=snippets,
         tables=_tables(report) if report else [],
+        how_timed=how_timed(report) if report else "",
         checks=[check for cell in report.pooled() for check in cell.lossless] if report else [],
         unmeasured=unmeasured(report) if report else [],
     )

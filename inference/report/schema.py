@@ -96,6 +96,8 @@ class TimedPass(Record):
     """Output tokens."""
     seconds: float = Field(gt=0)
     """Wall time, prefill included."""
+    compiled_rounds: float | None = Field(None, ge=0, le=1)
+    """Share of its rounds that the target ran compiled (docs/runtime.md); null: not known."""
 
 
 class Estimate(Record):
@@ -215,6 +217,8 @@ class EngineFacts(Record):
     """Its PyTorch; null: not known, or this one."""
     draft_sample_method: str | None = None
     """How drafts are chosen above temperature 0: `probabilistic` or `greedy`; null: not known."""
+    rounds: str | None = None
+    """How it was set to run rounds: `eager` or `compiled`; null: not known."""
 
 
 class Provenance(Record):

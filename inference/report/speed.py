@@ -58,6 +58,19 @@ def estimate(draws: np.ndarray, repeats: int) -> Estimate:
     return Estimate(value=float(draws[0]), low=low, high=high)
 
 
+def how_rounds_ran(runs: Iterable[TimedPass]) -> str:
+    """`eager` or `compiled`, the share where a part of the rounds was; empty where it is not
+    known."""
+    shares = [run.compiled_rounds for run in runs if run.compiled_rounds is not None]
+    if not shares:
+        return ""
+    if min(shares) == max(shares):
+        named = {0.0: "eager", 1.0: "compiled"}
+        if shares[0] in named:
+            return named[shares[0]]
+    return f"{sum(shares) / len(shares):.0%} compiled"
+
+
 def num_repeats(passes: Mapping[str, Iterable[TimedPass]]) -> int:
     """Passes of a kind over a workload; the fewest, if their numbers differ. 0 without passes."""
     counts = Counter((kind, run.workload) for kind, runs in passes.items() for run in runs)

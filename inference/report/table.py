@@ -21,7 +21,13 @@ from draftsmith.inference.report.schema import (
     Cell,
     Estimate,
 )
-from draftsmith.inference.report.speed import LEAST_REPEATS, Stall, num_repeats, stalled
+from draftsmith.inference.report.speed import (
+    LEAST_REPEATS,
+    Stall,
+    how_rounds_ran,
+    num_repeats,
+    stalled,
+)
 
 NONE = "-"  # not measured
 COLUMNS = ("workload", "T", "n", "τ", "τ mean", "tok/s", "off", "speedup", "same")
@@ -136,10 +142,30 @@ def timing_notes(cell: Cell) -> list[str]:
         f"{at}: timed with drafting: {min(tokens):,} to {max(tokens):,} tokens per workload and"
         f" pass; passes: {num_repeats(cell.passes)}"
     ]
+    lines += [f"{at}: {sentence}" for sentence in rounds_notes(cell)]
     for stall in stalled(cell.passes):
         drafting = {SPECULATIVE: "with", AUTOREGRESSIVE: "without"}[stall.kind]
         lines.append(f"{at}, {stall.run.workload}, {drafting} drafting: {stall_note(stall)}")
     return lines
+
+
+def rounds_notes(cell: Cell) -> list[str]:
+    """Whether the timed rounds ran eager or compiled; nothing where it is not known."""
+    drafted, off = (
+        how_rounds_ran(cell.passes.get(kind, [])) for kind in (SPECULATIVE, AUTOREGRESSIVE)
+    )
+    if not drafted:
+        return []
+    if off in ("", drafted):
+        return [f"rounds: {drafted}"]
+    return [f"rounds: {drafted} with drafting, {off} without"]
+
+
+def how_timed(report: AcceptanceReport) -> str:
+    """How the timed rounds of the report's own engine ran, over all temperatures; empty where it is
+    not known."""
+    sentences = [sentence for cell in report.pooled() for sentence in rounds_notes(cell)]
+    return "; ".join(dict.fromkeys(sentences))
 
 
 def stall_note(stall: Stall) -> str:

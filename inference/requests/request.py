@@ -87,6 +87,7 @@ class Request:
         self.counters = SpecDecodeCounters()
         self.accepted_per_round: list[int] = []
         self.drafted_per_round: list[int] = []
+        self.num_compiled_rounds = 0
         self.arrival_time = perf_counter()
         self.first_token_time: float | None = None
         self.finished_time: float | None = None

@@ -122,6 +122,7 @@ def _metrics(requests: Sequence[Request]) -> RequestMetrics:
         arrival_time=min(r.arrival_time for r in requests),
         first_token_time=min(first, default=None),
         finished_time=max(finished) if len(finished) == len(requests) else None,
+        num_compiled_rounds=sum(request.num_compiled_rounds for request in requests),
     )
     for request in requests:
         metrics.merge(request.counters)

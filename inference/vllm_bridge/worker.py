@@ -52,8 +52,13 @@ def start(question: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     if extraction := question.get("hidden_states"):
         options |= {"kv_transfer_config": connector(extraction, on_cpu)}
         del options["per_request_spec_decode_metrics"]
-    llm = LLM(question["model"], **(options | question["options"]))
-    return llm, {"version": vllm.__version__, "torch_version": torch.__version__}
+    options |= question["options"]
+    llm = LLM(question["model"], **options)
+    return llm, {
+        "version": vllm.__version__,
+        "torch_version": torch.__version__,
+        "rounds": "eager" if options["enforce_eager"] else "compiled",
+    }
 
 
 def connector(extraction: dict[str, str], on_cpu: bool) -> dict[str, Any]:

@@ -89,11 +89,13 @@ class Proposer:
         takes no time."""
         return False
 
-    def compile(self, options: CompileOptions) -> None:
-        """Drafts by compiled steps from now on, where it has any. Before any request."""
+    def compile(self, options: CompileOptions | None) -> None:
+        """Drafts by compiled steps from now on, where it has any; None: no more. While there is no
+        request."""
 
-    def warm_up(self, deadline: float) -> None:
-        """Compiles every shape of these steps until then, once requests have run."""
+    def warm_up(self, deadline: float, longest: int | None = None) -> None:
+        """Compiles every shape of these steps until then, once requests have run; `longest`: tokens
+        of the longest text that is to come."""
 
     def bytes_per_row(self) -> int:
         """Memory of its own keys and values of a row at its full length."""

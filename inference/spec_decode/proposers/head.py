@@ -95,17 +95,18 @@ class HeadProposer(Proposer):
         self._best_chain: CompiledChain | None = None
 
     @override
-    def compile(self, options: CompileOptions) -> None:
-        if self._tree is None:
+    def compile(self, options: CompileOptions | None) -> None:
+        self._best_chain = None
+        if self._tree is None and options is not None:
             # torch's compiler takes seconds to import
             from draftsmith.inference.model_runner.compiled_chain import compiled_chain
 
             self._best_chain = compiled_chain(self._drafter, self.cache, self._depth, options)
 
     @override
-    def warm_up(self, deadline: float) -> None:
+    def warm_up(self, deadline: float, longest: int | None = None) -> None:
         if self._best_chain is not None:
-            self._best_chain.step.warm_up(deadline)
+            self._best_chain.step.warm_up(deadline, longest)
 
     @override
     @torch.inference_mode()

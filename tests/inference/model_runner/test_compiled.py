@@ -5,15 +5,19 @@ tenth of the time."""
 
 from __future__ import annotations
 
+import logging
+from dataclasses import replace
+
 import pytest
 import torch
 import torch._inductor.config
 from torch._dynamo.utils import counters
 
 from draftsmith.inference import LLM, SamplingParams
+from draftsmith.inference.engine import engine
 from draftsmith.inference.engine_options import EngineOptions
 from draftsmith.inference.model_runner import static_shapes
-from draftsmith.inference.model_runner.compile_options import read_compilation
+from draftsmith.inference.model_runner.compile_options import CompileOptions, read_compilation
 from draftsmith.inference.model_runner.compiled_step import CachedStep
 from draftsmith.inference.model_runner.static_shapes import Shape, all_shapes, shape_for
 from draftsmith.speculators.errors import ConfigError
@@ -174,6 +178,73 @@ def test_shapes_hold_what_they_are_asked_for():
     assert all_shapes(1, 1, 256) == [Shape(1, 1, 256)]
 
 
+# ---------------------------------------------------------------------- the default of CUDA
+
+
+@pytest.fixture
+def like_cuda(monkeypatch):
+    """Engines take the options of CUDA, but for the backend and two rows at most."""
+
+    def read(options: EngineOptions, device: str) -> CompileOptions | None:
+        chosen = read_compilation(options, "cuda")
+        if chosen is None:
+            return None
+        return replace(chosen, arguments={"backend": "eager"}, most_rows=2)
+
+    monkeypatch.setattr(engine, "read_compilation", read)
+
+
+def compiled_shares(llm: LLM, prompts=PROMPTS) -> list[float]:
+    """Of each response the share of its rounds that ran compiled."""
+    inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+    params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
+    metrics = [output.metrics for output in llm.generate(inputs, params, use_tqdm=False)]
+    return [m.num_compiled_rounds / len(m.accepted_per_round) for m in metrics]
+
+
+@pytest.mark.slow
+def test_rounds_of_few_rows_are_compiled_by_default_after_a_warm_up(like_cuda, model_of):
+    """Before it, and with more rows than the default's, they are eager; the texts are the same."""
+    model = model_of("eagle3")
+    llm = llm_of("eagle3", model, 3, None)
+    expected = write(llm)
+    assert compiled_shares(llm) == [0] * len(PROMPTS)
+    llm.warm_up(longest=LIMIT)
+    assert compiled_shares(llm, PROMPTS[:2]) == [1, 1]
+    assert compiled_shares(llm, PROMPTS[:3])[0] < 1
+    assert write(llm) == expected
+
+
+@pytest.mark.slow
+def test_default_warm_up_leaves_out_shapes_of_longer_texts(like_cuda, model_of, monkeypatch):
+    monkeypatch.setattr(static_shapes, "FEWEST_KEYS", 24)
+    llm = llm_of("ngram", model_of("ngram"), 1, None)
+    llm.warm_up(longest=40)
+    (step,) = steps_of(llm)
+    assert {shape.keys for shape in step.compiled} == {24, 48}
+    assert compiled_shares(llm, PROMPTS[:1]) == [1]
+    assert compiled_shares(llm, [[7] * 60]) == [0]
+
+
+@pytest.mark.slow
+def test_default_falls_back_to_eager_rounds_with_a_warning(like_cuda, model_of, caplog):
+    model = model_of("medusa")
+    model.model.layers[0].register_forward_pre_hook(
+        lambda module, args: torch._dynamo.graph_break()
+    )
+    llm = llm_of("medusa", model, 1, None)
+    with caplog.at_level(logging.WARNING, "draftsmith.inference.engine.engine"):
+        llm.warm_up()
+    assert len(caplog.records) == 1 and not llm.engine.compiles
+    assert compiled_shares(llm, PROMPTS[:1]) == [0]
+
+
+def test_enforce_eager_turns_the_default_off(like_cuda, model_of):
+    llm = llm_of("ngram", model_of("ngram"), 1, None, enforce_eager=True)
+    llm.warm_up()
+    assert not llm.engine.compiles
+
+
 # ---------------------------------------------------------------------- options
 
 
@@ -188,28 +259,37 @@ def test_a_target_that_torch_cannot_compile_is_an_error(model_of):
 
 
 GRAPHS = {"backend": "inductor", "mode": "reduce-overhead"}
+DEFAULT = CompileOptions(GRAPHS, asked=False, most_rows=8)
 
 
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({}, None),
+        ({}, DEFAULT),
+        ({"compilation_config": {"backend": "inductor"}}, DEFAULT),
         ({"enforce_eager": True, "compilation_config": 3}, None),
-        ({"enforce_eager": False}, GRAPHS),
+        ({"enforce_eager": False}, CompileOptions(GRAPHS)),
         ({"enforce_eager": False, "compilation_config": 0}, None),
-        ({"compilation_config": {"cudagraph_mode": "FULL_DECODE_ONLY"}}, GRAPHS),
-        ({"compilation_config": {"mode": 3, "cudagraph_mode": "none"}}, {"backend": "inductor"}),
+        ({"compilation_config": {"cudagraph_mode": "FULL_DECODE_ONLY"}}, CompileOptions(GRAPHS)),
+        (
+            {"compilation_config": {"mode": 3, "cudagraph_mode": "none"}},
+            CompileOptions({"backend": "inductor"}),
+        ),
         ({"compilation_config": {"cudagraph_mode": "NONE"}}, None),
-        ({"compilation_config": {"mode": "vllm_compile", "custom_ops": []}}, GRAPHS),
+        (
+            {"compilation_config": {"mode": "vllm_compile", "custom_ops": []}},
+            CompileOptions(GRAPHS),
+        ),
     ],
 )
-def test_options_mean_what_they_mean_in_vllm(options, expected):
+def test_compile_options_mean_what_they_mean_in_vllm(options, expected):
     assert read_compilation(EngineOptions(**options), "cuda") == expected
 
 
 def test_on_a_cpu_a_backend_is_named():
     named = EngineOptions(compilation_config=TRACED)
+    assert read_compilation(EngineOptions(), "cpu") is None
     assert read_compilation(EngineOptions(enforce_eager=False), "cpu") is None
-    assert read_compilation(named, "cpu") == {"backend": "eager"}
+    assert read_compilation(named, "cpu") == CompileOptions({"backend": "eager"})
     with raises_at(ConfigError, "compilation_config"):
         read_compilation(EngineOptions(compilation_config={"mode": 7}), "cuda")

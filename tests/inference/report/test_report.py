@@ -17,7 +17,12 @@ from rich.console import Console
 
 from draftsmith.inference.report.build import Bound, build_report, check_gates, lay_beside
 from draftsmith.inference.report.html import render_html
-from draftsmith.inference.report.measurement import Measurement, make_cell, position_bins
+from draftsmith.inference.report.measurement import (
+    Measurement,
+    compiled_rounds,
+    make_cell,
+    position_bins,
+)
 from draftsmith.inference.report.schema import (
     SUMMARY_KEYS,
     AcceptanceReport,
@@ -25,7 +30,7 @@ from draftsmith.inference.report.schema import (
     save_report,
 )
 from draftsmith.inference.report.speed import estimate, rates
-from draftsmith.inference.report.table import markdown, notes, print_report
+from draftsmith.inference.report.table import how_timed, markdown, notes, print_report
 from draftsmith.speculators.errors import ConfigError, DataError
 from tests.support.errors import raises_at
 from tests.support.reports import (
@@ -121,6 +126,37 @@ def test_speedup_below_three_repeats_has_no_interval(repeats: int) -> None:
     page = render_html(report)
     assert page.count(f"2.00 ({passes})") == 2 and f"{passes} · " in page  # a, all; the headline
     assert '"low":null' in report.model_dump_json()
+
+
+@pytest.mark.parametrize(
+    ("drafted", "off", "expected"),
+    [
+        ([1.0, 1.0], [1.0, 1.0], "rounds: compiled"),
+        ([0.0, 0.0], [1.0, 1.0], "rounds: eager with drafting, compiled without"),
+        ([0.5, 1.0], [1.0, 1.0], "rounds: 75% compiled with drafting, compiled without"),
+        ([None, None], [None, None], ""),
+    ],
+)
+def test_how_timed_rounds_ran_is_in_table_page_and_card(drafted, off, expected) -> None:
+    measurement = make_measurement("chat", 0.0, 0.8)
+    for kind, shares in (("speculative", drafted), ("autoregressive", off)):
+        runs = measurement.passes[kind]
+        measurement.passes[kind] = [
+            run.model_copy(update={"compiled_rounds": share})
+            for run, share in zip(runs, shares, strict=False)
+        ]
+    report = build_report([measurement], provenance())
+    assert how_timed(report) == expected
+    page = render_html(report)
+    assert any(expected in line for line in notes(report)) and expected in page
+
+
+def test_compiled_rounds_of_responses_are_a_share() -> None:
+    metrics = [request([1, 2, 0, 1]).metrics, request([3, 0]).metrics]
+    assert compiled_rounds(metrics) is None
+    metrics[0].num_compiled_rounds = 3
+    metrics[1].num_compiled_rounds = 0
+    assert compiled_rounds(metrics) == 0.5
 
 
 def test_pass_that_stalled_is_named_with_its_effect() -> None:
