@@ -91,7 +91,9 @@ def test_commands_without_the_extras_run_or_name_the_extra():
     assert len(parts) == 2 * len(expected), output
 
 
-@pytest.mark.parametrize("overrides", [["training.stepz=3", "loss.jds=1"], ["name.x=1"]])
+@pytest.mark.parametrize(
+    "overrides", [["training.stepz=3", "loss.jds=1"], [f"name.{300 * 'x'}=1"]], ids=["keys", "long"]
+)
 def test_main_error_of_a_recipe_is_printed_whole_and_nothing_is_made(recipe_file, overrides):
     with pytest.raises(ConfigError) as error:
         load_recipe(recipe_file, overrides)

@@ -1,6 +1,7 @@
 """Rounds of every drafter on a device, as far as an emulation shows them: nothing is mixed with the
 host, the text is the one written on a CPU, and the host waits for the device as often for sixteen
-rows as for one."""
+rows as for one. In bfloat16 what drafting changes in a text is a tie, and no weight is there in two
+precisions."""
 
 from __future__ import annotations
 
@@ -8,15 +9,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+import torch
 
 from draftsmith.inference import LLM, SamplingParams
 from draftsmith.inference.entrypoints.prompts import Prompt
+from draftsmith.inference.evaluation.lossless import compare_greedy
 from draftsmith.inference.spec_decode.draft_length import AdaptiveDraftLength
 from draftsmith.inference.spec_decode.tree_shape import DynamicTree, StaticTree
 from tests.support.cases import make
 from tests.support.configurations import FAMILIES
 from tests.support.engines import drafting_llm, make_llm
 from tests.support.other_tokenizers import other_tokens
+from tests.support.weight_copies import WeightCopies
 
 K, VOCAB, EOS = 3, 260, 257
 STATIC = StaticTree.parse([(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)])
@@ -112,3 +116,24 @@ def test_waits_do_not_grow_with_the_rows(way, claimed_gpu, tiny_model, byte_toke
             llm.engine.step()
         assert waits.total() <= way.waits, claimed_gpu.sites
     assert not any(response.finished for response in responses)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["draft_model", "eagle3", "dspark"])
+def test_rounds_in_bfloat16_change_ties_alone_and_copy_no_weight(
+    family, claimed_gpu, tiny_model, byte_tokenizer
+):
+    target, drafter = make(FAMILIES[family], tiny_model("qwen3", vocab_size=VOCAB))
+    target.to(torch.bfloat16).to("cuda")
+    drafter.to(torch.bfloat16).to("cuda").freeze()
+    options = {"max_num_seqs": 2, "max_model_len": 200, "tokenizer": byte_tokenizer}
+    llm = make_llm(target, drafter=drafter, num_speculative_tokens=K, **options)
+    prompts = [{"prompt_token_ids": [40, 41, 50, 51] * 2 + [60] * row} for row in range(2)]
+    params = SamplingParams(max_tokens=10, ignore_eos=True, **COLD)
+    plain = llm.generate(prompts, params, use_tqdm=False, speculate=False)
+    with WeightCopies([target.model, drafter], torch.float32) as copies:
+        drafted = llm.generate(prompts, params, use_tqdm=False)
+    shapes = {"num_speculative_tokens": K, "rows": 2}
+    check = compare_greedy(llm.engine.runner, plain, drafted, **shapes)
+    assert (check.dtype, check.mismatches) == ("bfloat16", 0)
+    assert llm.get_metrics().num_drafts > 0 and copies.shapes == []
