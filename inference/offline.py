@@ -106,10 +106,10 @@ def _methods(drafter: str, tokens: int | None, longest_match: int) -> dict[str, 
     methods: dict[str, dict[str, Any]] = {}
     k = tokens or NUM_SPECULATIVE_TOKENS
     if drafter:
-        given = k if drafter in NGRAM else tokens  # of a trained one its config.json says it
+        drafts = k if drafter in NGRAM else tokens  # of a trained one its config.json says it
         methods["speculative"] = {"model": drafter}
-        if given:
-            methods["speculative"]["num_speculative_tokens"] = given
+        if drafts:
+            methods["speculative"]["num_speculative_tokens"] = drafts
     methods["ngram"] = {
         "method": "ngram",
         "num_speculative_tokens": k,

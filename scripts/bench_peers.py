@@ -321,35 +321,42 @@ def main(
             f"{', '.join(unknown)}: expected {', '.join(SETTINGS)}", param_hint="--setting"
         )
     attention = attention or ("sdpa" if device == "cpu" else "simple_flex_attention")
-    console = Console(stderr=True)
-    results: dict[str, dict[str, Any]] = {}  # by setting
     chosen: dict[str, Any] = {
         "device": device,
         "dtype": dtype,
         "threads": threads,
         "attention": attention,
     }
+    settings = {
+        name: replace(SETTINGS[name], **chosen, tokens=tokens or SETTINGS[name].tokens)
+        for name in names
+    }
     try:
         if peer_python is None:
             environment = PeerEnvironment(venv.absolute())
             environment.make(*(("cuda",) if device == "cuda" else ()))
             peer_python = environment.python
-        for name in names:
-            chosen |= {"tokens": tokens or SETTINGS[name].tokens}
-            result = measure(
-                replace(SETTINGS[name], **chosen), (sys.executable, peer_python.absolute()), pairs
-            )
-            results[name] = result
-            console.print(
-                f"{name}: equal, {speedup(result['seconds']):.2f} times the tokens/s",
-                highlight=False,
-            )
-            if json_file is not None:
-                save_json(json_file, {"results": results})
+        results = _measure_all(settings, peer_python, pairs, json_file)
     except (setup_vllm.SetupError, DifferentNumbers, WorkerFailed) as error:
-        console.print(f"bench_peers: {error}", markup=False)
+        Console(stderr=True).print(f"bench_peers: {error}", markup=False)
         raise typer.Exit(1) from error
     _print(results, f"{dtype}, {device}, {threads} threads, medians of {pairs} pairs")
+
+
+def _measure_all(
+    settings: dict[str, Setting], peer_python: Path, pairs: int, json_file: Path | None
+) -> dict[str, dict[str, Any]]:
+    """The results by setting, one after the other; the file has those that are there so far."""
+    console = Console(stderr=True)
+    results: dict[str, dict[str, Any]] = {}
+    for name, setting in settings.items():
+        result = measure(setting, (sys.executable, peer_python.absolute()), pairs)
+        results[name] = result
+        speed = f"{speedup(result['seconds']):.2f} times the tokens/s"
+        console.print(f"{name}: equal, {speed}", highlight=False)
+        if json_file is not None:
+            save_json(json_file, {"results": results})
+    return results
 
 
 def _print(results: dict[str, dict[str, Any]], how: str) -> None:

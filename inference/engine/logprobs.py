@@ -45,8 +45,10 @@ def _logprobs(logits: Tensor, token_ids: Sequence[int], count: int) -> SampleLog
     # one copy from the device: float64 holds all of it exactly
     parts = (ranks.double(), chosen.double(), best.indices.double(), best.values.double())
     entries = []
-    for token, (rank, own, *more) in zip(token_ids, torch.cat(parts, dim=-1).tolist(), strict=True):
-        entry = {token: Logprob(own, int(rank))}
+    for token, (rank, logprob_of_token, *more) in zip(
+        token_ids, torch.cat(parts, dim=-1).tolist(), strict=True
+    ):
+        entry = {token: Logprob(logprob_of_token, int(rank))}
         others = zip(more[: len(more) // 2], more[len(more) // 2 :], strict=True)
         for place, (other, logprob) in enumerate(others, 1):
             entry[int(other)] = Logprob(logprob, place)

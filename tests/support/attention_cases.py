@@ -89,6 +89,6 @@ def random_tensors(
 def output_and_gradients(attend: Callable, tensors: list[Tensor], queries: Queries) -> list[Tensor]:
     """What `attend` gives for `random_tensors`, and the gradients of all its inputs."""
     *inputs, gradient = (x.detach().requires_grad_() for x in tensors)
-    own = list(zip(inputs[3::2], inputs[4::2], strict=True))
-    out = attend(inputs[0], (inputs[1], inputs[2]), own, queries, 0.3)
+    pairs = list(zip(inputs[3::2], inputs[4::2], strict=True))
+    out = attend(inputs[0], (inputs[1], inputs[2]), pairs, queries, 0.3)
     return [out, *torch.autograd.grad(out, inputs, gradient)]

@@ -27,11 +27,13 @@ OPT = {
 }
 MASK = {"mask_token_id": 100}
 REDUCED = {"draft_vocab_size": 40}
-ONE, TWO = {"num_layers": 1}, {"num_layers": 2}
+ONE = {"num_layers": 1}
+TWO = {"num_layers": 2}
 FIVE = {**MASK, "block_size": 5}
 SPARK = {**MASK, "block_size": 4, "markov_rank": 8}
 SELECTOR = {"conv_group_size": 8, "selector_rank": 8, "selector_top_k": 6}
-CAUSAL, OWN = {"is_causal": True}, {"own_embeddings": True}
+CAUSAL = {"is_causal": True}
+OWN = {"own_embeddings": True}
 FILL_IN = {"sample_from_anchor": False}
 BIASES = {"fc_bias": True, "attention_bias": True}
 

@@ -62,7 +62,8 @@ def target_joint(
 
 def assert_joint_fits(texts: Sequence[Sequence[int]], joint: Tensor, alpha: float) -> None:
     """χ² of whole texts and of every pair of neighbouring tokens against the target's joint."""
-    length, vocab = joint.dim(), joint.shape[0]
+    length = joint.dim()
+    vocab = joint.shape[0]
     codes = torch.tensor(texts) @ vocab ** torch.arange(length - 1, -1, -1)
     observed = torch.bincount(codes, minlength=joint.numel()).double().view(joint.shape)
     expected = joint * len(texts)
@@ -79,7 +80,8 @@ SMALL_VOCAB = 4
 
 def assert_drafts_leave_the_target_its_text(model: torch.nn.Module, drafter: Drafter) -> None:
     """χ² of the first three tokens of 800 responses; `model` has SMALL_VOCAB tokens."""
-    prompt, length = [1, 3, 2, 0], 3
+    prompt = [1, 3, 2, 0]
+    length = 3
     # a temperature at which no text is rare
     params = SamplingParams(temperature=1.5, max_tokens=length, n=800)
     limits = {"max_num_seqs": 500, "max_num_batched_tokens": 8000}

@@ -64,7 +64,8 @@ class ChainServer:
         ids = [ord(letter) % SIZE for letter in prompt] if isinstance(prompt, str) else prompt
         rng = np.random.default_rng(body.get("seed"))
         last = ids[-1]
-        tokens, leading = [], []
+        tokens = []
+        leading = []
         for _ in range(body["max_tokens"]):
             logprobs = np.log(CHAIN[last])
             logprobs[logprobs.argsort()[1]] += self.noise * (len(self.bodies) % 2)

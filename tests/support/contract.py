@@ -31,7 +31,8 @@ def packed(*rows: list[int], vocab: int = 100) -> dict[str, torch.Tensor]:
     """Packed rows of documents of these lengths, with padding behind, as `features` takes them."""
     shape = (len(rows), max(map(sum, rows)) + 3)
     ids = torch.randint(3, vocab, shape, generator=torch.Generator().manual_seed(2))
-    positions, segments = torch.zeros_like(ids), torch.full_like(ids, -1)
+    positions = torch.zeros_like(ids)
+    segments = torch.full_like(ids, -1)
     for row, lengths in enumerate(rows):
         for number, (start, length) in enumerate(zip(itertools.accumulate([0, *lengths]), lengths)):
             positions[row, start : start + length] = torch.arange(length)
@@ -65,8 +66,8 @@ def draft_input(world: World, texts: list[torch.Tensor]) -> DraftInput:
 def part(inputs: DraftInput, start: int, stop: int) -> DraftInput:
     """Some slots of a single row."""
     names = ("token_ids", "taps", "last_hidden")
-    given = {name: tensor for name in names if (tensor := getattr(inputs, name)) is not None}
-    cut = {name: tensor[:, start:stop] for name, tensor in given.items()}
+    tensors = {name: tensor for name in names if (tensor := getattr(inputs, name)) is not None}
+    cut = {name: tensor[:, start:stop] for name, tensor in tensors.items()}
     return replace(inputs, counts=[stop - start], **cut)
 
 
@@ -75,22 +76,23 @@ def drafted(
     world: World, ids: torch.Tensor, anchor: int, k: int, forced: torch.Tensor
 ) -> list[DraftLogits]:
     """What the runtime gives for `k` drafts from slot `anchor`, where `forced` are drafted."""
-    drafter, text = world[1], ids[: anchor + 2]  # up to the token after the anchor's
+    drafter = world[1]
+    text = ids[: anchor + 2]  # up to the token after the anchor's
     inputs = draft_input(world, [text])
     (slots,) = inputs.counts
     if split := anchor // 2:  # two calls: an append, then append and draft
         drafter.append(part(inputs, 0, split))
     with closing(drafter.draft_steps(part(inputs, split, slots), k)) as steps:
-        given = [steps.send(None), *(steps.send(token[None]) for token in forced[: k - 1])]
+        results = [steps.send(None), *(steps.send(token[None]) for token in forced[: k - 1])]
     if (spelt := getattr(drafter, "token_map", None)) is not None:
         slots = len(spelt.opening_ids) + len(spell(spelt, text[:slots].tolist()))
     assert inputs.cache.lengths[0] == slots  # speculative slots are rolled back
-    return given
+    return results
 
 
 def draft_logits(*asked: Any) -> torch.Tensor:
     """The logits [k, V_draft] of `drafted`."""
-    return torch.stack([given.logits[0] for given in drafted(*asked)])
+    return torch.stack([result.logits[0] for result in drafted(*asked)])
 
 
 @torch.no_grad()
@@ -120,8 +122,8 @@ def assert_unroll_equals_draft(
             forced = torch.cat([ids[anchor + 2 :], torch.zeros(DEPTHS, dtype=torch.long)])
             if known is not None:
                 forced = torch.where(known[forced], forced, int(known.nonzero()[0]))
-            given = drafted(world, ids, anchor, DEPTHS, forced)
-            for step, got in zip(steps, given, strict=True):
+            results = drafted(world, ids, anchor, DEPTHS, forced)
+            for step, got in zip(steps, results, strict=True):
                 where = (step.anchor_index == offset + anchor).nonzero().flatten()
                 # a term exists where its token does
                 assert len(where) == (anchor + step.depth + 2 < length)
@@ -164,5 +166,5 @@ def trainer_of(
     recipe = recipe_of(case.family, **sections)
     torch.manual_seed(0)
     drafter.initialise_from(target, recipe.drafter)
-    own = {"accelerator": Accelerator(cpu=True), "folder": folder, "fingerprint": "a"}
-    return Trainer(recipe, target, drafter, RowFeatures(InProcess(target), rows), **own)
+    process = {"accelerator": Accelerator(cpu=True), "folder": folder, "fingerprint": "a"}
+    return Trainer(recipe, target, drafter, RowFeatures(InProcess(target), rows), **process)

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Container, Mapping, Sequence
 
 Partial = dict[str, str]
+Value = tuple[str, str]  # of a factor, by its name
 
 
 def cover(
@@ -20,49 +21,70 @@ def cover(
     deterministic: each configuration begins with an uncovered pair, and takes for every other
     factor the value that adds most pairs, of those the least used, and none of the `slow` where
     another adds as many, going back where none is possible."""
-    uncovered = {
-        pair
-        for one, other in itertools.combinations(factors, 2)
-        for pair in itertools.product(
-            ((one, value) for value in factors[one]), ((other, value) for value in factors[other])
-        )
-    }
+    design = _Design(factors, possible, slow)
+    chosen: list[Partial] = []
+    while design.uncovered:
+        pair = design.first_uncovered()
+        whole = design.complete(dict(pair))
+        if whole is not None:
+            chosen.append({name: whole[name] for name in factors})
+            design.add(chosen[-1])
+        design.uncovered.discard(pair)
+    return chosen
 
-    def gain(partial: Partial, name: str, value: str) -> int:
-        return sum(
-            _pair((other, partial[other]), (name, value), order) in uncovered for other in partial
-        )
 
-    def complete(partial: Partial) -> Partial | None:
-        if not possible(partial):
+class _Design:
+    """`uncovered`: the pairs of (factor, value) that no configuration has yet, in the order of the
+    factors. `used`: in how many configurations a value is."""
+
+    def __init__(
+        self,
+        factors: Mapping[str, Sequence[str]],
+        possible: Callable[[Partial], bool],
+        slow: Container[str],
+    ) -> None:
+        self.factors = factors
+        self.possible = possible
+        self.slow = slow
+        self.order = {name: place for place, name in enumerate(factors)}
+        self.used: Counter[Value] = Counter()
+        self.uncovered = {
+            pair
+            for one, other in itertools.combinations(factors, 2)
+            for pair in itertools.product(self.values(one), self.values(other))
+        }
+
+    def values(self, name: str) -> list[Value]:
+        return [(name, value) for value in self.factors[name]]
+
+    def first_uncovered(self) -> tuple[Value, Value]:
+        def place(pair: tuple[Value, Value]) -> list[tuple[int, int]]:
+            return [(self.order[name], self.factors[name].index(value)) for name, value in pair]
+
+        return min(self.uncovered, key=place)
+
+    def add(self, configuration: Partial) -> None:
+        self.used.update(configuration.items())
+        self.uncovered -= set(itertools.combinations(configuration.items(), 2))
+
+    def complete(self, partial: Partial) -> Partial | None:
+        """A whole configuration that begins so; None: there is none."""
+        if not self.possible(partial):
             return None
-        left = [name for name in factors if name not in partial]
+        left = [name for name in self.factors if name not in partial]
         if not left:
             return partial
-        name = left[0]
-        keys = {
-            value: (-gain(partial, name, value), value in slow, used[name, value])
-            for value in factors[name]
-        }
-        for value in sorted(keys, key=lambda value: keys[value]):
-            whole = complete(partial | {name: value})
+        for name, value in sorted(self.values(left[0]), key=lambda new: self._cost(partial, new)):
+            whole = self.complete(partial | {name: value})
             if whole is not None:
                 return whole
         return None
 
-    order = {name: i for i, name in enumerate(factors)}
-    used: Counter[tuple[str, str]] = Counter()
-    chosen: list[Partial] = []
-    while uncovered:
-        pair = min(uncovered, key=lambda pair: [(order[n], factors[n].index(v)) for n, v in pair])
-        whole = complete(dict(pair))
-        if whole is not None:
-            chosen.append({name: whole[name] for name in factors})
-            used.update(whole.items())
-            uncovered -= set(itertools.combinations(chosen[-1].items(), 2))
-        uncovered.discard(pair)
-    return chosen
+    def _cost(self, partial: Partial, new: Value) -> tuple[int, bool, int]:
+        """Less for a value that is to be taken before another."""
+        pairs = [self._pair(old, new) for old in partial.items()]
+        gain = sum(pair in self.uncovered for pair in pairs)
+        return -gain, new[1] in self.slow, self.used[new]
 
-
-def _pair(one: tuple[str, str], other: tuple[str, str], order: Mapping[str, int]) -> tuple:
-    return (one, other) if order[one[0]] < order[other[0]] else (other, one)
+    def _pair(self, one: Value, other: Value) -> tuple[Value, Value]:
+        return (one, other) if self.order[one[0]] < self.order[other[0]] else (other, one)

@@ -120,7 +120,8 @@ class _Emulation:
     @contextlib.contextmanager
     def waits(self) -> Iterator[Counter[str]]:
         """Kinds of waits and how many: `read` a value, `size` of a result, `upload` of memory."""
-        before, self._counts = self._counts, Counter()
+        before = self._counts
+        self._counts = Counter()
         self.sites.clear()
         try:
             yield self._counts
@@ -131,8 +132,8 @@ class _Emulation:
         if self._counts is None:
             return
         self._counts[kind] += 1
-        own = [f for f in traceback.extract_stack() if f.filename.startswith(PACKAGES)]
-        self.sites[f"{own[-1].filename}:{own[-1].lineno} {kind}" if own else kind] += 1
+        frames = [f for f in traceback.extract_stack() if f.filename.startswith(PACKAGES)]
+        self.sites[f"{frames[-1].filename}:{frames[-1].lineno} {kind}" if frames else kind] += 1
 
     def call(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         name = getattr(func, "__name__", "")
@@ -205,7 +206,8 @@ class _Emulation:
         host = [t for t in tensors if not isinstance(t, _Claiming) and t.device.type == "cpu"]
         wrong = host if name in JOINED else [t for t in host if t.dim()]
         if name in INDEXED:
-            places, values = _tensors(args[1]), _tensors(args[2:])
+            places = _tensors(args[1])
+            values = _tensors(args[2:])
             # an index of the host is taken to the device; values only by slices
             if isinstance(args[0], _Claiming):
                 wrong = [t for t in values if not isinstance(t, _Claiming) and t.dim() and places]
@@ -218,15 +220,17 @@ class _Emulation:
             raise MixedDevices(f"{resolve_name(func) or func}: tensors on cuda:0 and cpu: {shapes}")
 
     def _move(self, func: Any, tensor: Tensor, args: tuple, kwargs: dict[str, Any]) -> Tensor:
-        rest, target = [], {Tensor.cpu: HOST, Tensor.cuda: DEVICE}.get(func)
+        rest = []
+        target = {Tensor.cpu: HOST, Tensor.cuda: DEVICE}.get(func)
         kept = {key: kwargs[key] for key in ("copy", "memory_format") if key in kwargs}
         non_blocking = bool(kwargs.get("non_blocking", False))
         if func is Tensor.to:
-            given = {key: value for key, value in kwargs.items() if key not in kept}
+            others = {key: value for key, value in kwargs.items() if key not in kept}
             if len(args) > 1 and isinstance(args[1], Tensor):
-                target, rest = args[1].device, [args[1].dtype]
+                target = args[1].device
+                rest = [args[1].dtype]
             else:
-                target, dtype, non_blocking, _ = torch._C._nn._parse_to(*args[1:], **given)
+                target, dtype, non_blocking, _ = torch._C._nn._parse_to(*args[1:], **others)
                 rest = [] if dtype is None else [dtype]
         was = isinstance(tensor, _Claiming)
         if target is not None and target.type == "meta":
@@ -248,7 +252,8 @@ class _Emulation:
 
     @contextlib.contextmanager
     def _engine(self) -> Iterator[None]:
-        before, self.in_engine = self.in_engine, True
+        before = self.in_engine
+        self.in_engine = True
         try:
             yield
         finally:
@@ -350,8 +355,10 @@ def claimed_gpu(patch: Any) -> Iterator[_Emulation]:
     cuda |= dict.fromkeys((*silent, "ipc_collect"), lambda *a: None)
     for name, stub in cuda.items():
         patch.setattr(torch.cuda, name, stub)
-    autocast, generator = torch.amp.autocast_mode.autocast, torch.Generator
-    enter, enabled = autocast.__init__, torch.is_autocast_enabled
+    autocast = torch.amp.autocast_mode.autocast
+    generator = torch.Generator
+    enter = autocast.__init__
+    enabled = torch.is_autocast_enabled
     on_cpu = lambda self, device_type, *a, **k: enter(self, "cpu", *a, **k)
     patch.setattr(autocast, "__init__", on_cpu)
     patch.setattr(torch, "is_autocast_enabled", lambda *_: enabled("cpu"))

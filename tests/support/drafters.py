@@ -29,7 +29,9 @@ class StubProposer(Proposer):
 
     def __init__(self, kind: str, k: int, vocab_size: int, texts: dict | None = None) -> None:
         super().__init__(k)
-        self.kind, self.vocab_size, self.texts = kind, vocab_size, texts or {}
+        self.kind = kind
+        self.vocab_size = vocab_size
+        self.texts = texts or {}
         self.drafts_trees = kind == "branches"
 
     @property
@@ -138,7 +140,9 @@ class FakeHead(Drafter):
         return torch.stack([state[i, max(count - 1, 0)] for i, count in enumerate(inputs.counts)])
 
     def draft_steps(self, inputs, k):
-        cache, start, stop = inputs.cache, inputs.start, inputs.stop
+        cache = inputs.cache
+        start = inputs.start
+        stop = inputs.stop
         state = self.append(inputs)
         with inputs.drafting() as lengths:
             token_ids = yield DraftLogits(state @ self.output)

@@ -19,8 +19,8 @@ def make_llm(model: Any, **options: Any) -> TextGenerator:
     """`options`: of EngineOptions, HeadProposer and `TextGenerator.from_modules`."""
     engine = {name: options.pop(name) for name in ENGINE & set(options)}
     drafting = {name: options.pop(name) for name in DRAFTING & set(options)}
-    own = {"options": EngineOptions(**engine), "drafting": drafting}
-    return TextGenerator.from_modules(model, **own, **options)
+    parts = {"options": EngineOptions(**engine), "drafting": drafting}
+    return TextGenerator.from_modules(model, **parts, **options)
 
 
 TRAINING_FREE = {
@@ -45,9 +45,10 @@ def drafting_llm(kind: str, model: Any, texts: dict | None = None, **options: An
     """A generator over a model in memory that drafts as `kind` says: "off", a training-free method,
     "fake" (a head that can propose every other token), "eagle3" (a random head), "static" or
     "dynamic" (its trees), or what StubProposer knows."""
-    own = {"max_num_batched_tokens": 16, "num_speculative_tokens": 3}
-    options = {"tokenizer": byte_tokenizer(), **own, **options}
-    vocab, size = model.config.vocab_size, model.config.hidden_size
+    defaults = {"max_num_batched_tokens": 16, "num_speculative_tokens": 3}
+    options = {"tokenizer": byte_tokenizer(), **defaults, **options}
+    vocab = model.config.vocab_size
+    size = model.config.hidden_size
     if kind == "fake":
         head = FakeHead(vocab, (1, 2), size, range(1, vocab, 2))
         return make_llm(model, drafter=head, **options)

@@ -29,15 +29,16 @@ def chain(gamma: int) -> tuple[int, ...]:
 
 def prefixes(tokens: Sequence[int], parents: Sequence[int]) -> list[tuple]:
     """The tokens up to each node."""
-    found: list[tuple] = []
+    paths: list[tuple] = []
     for token, parent in zip(tokens, parents, strict=True):
-        found.append((*(found[parent] if parent >= 0 else ()), token))
-    return found
+        paths.append((*(paths[parent] if parent >= 0 else ()), token))
+    return paths
 
 
 def chance(tokens: Sequence[int], parents: Sequence[int], q: Table) -> float:
     """The probability of these drafts: siblings are drawn in turn, without replacement."""
-    before, product = prefixes(tokens, parents), 1.0
+    before = prefixes(tokens, parents)
+    product = 1.0
     for k, parent in enumerate(parents):
         earlier = [tokens[j] for j in range(k) if parents[j] == parent]
         weights = q(before[parent] if parent >= 0 else ())
@@ -77,7 +78,8 @@ class World:
 
     def input_of(self, drafts: list[tuple], *, as_chain: bool) -> tuple[Tensor, Proposal]:
         """What the verifier gets: p [N, 1+K, V] and the proposal."""
-        p, q = self.given_p or self.p, self.given_q or self.q
+        p = self.given_p or self.p
+        q = self.given_q or self.q
         before = [[(), *self.prefixes(tokens)] for tokens in drafts]
         p_all = torch.stack([torch.stack([p(prefix) for prefix in row]) for row in before])
         q_all = torch.stack(
@@ -111,7 +113,8 @@ def residuals(verdict: Verdict) -> Tensor:
 
 def _of_verdict(verdict: Verdict) -> Iterator[Outcome]:
     """Every pattern of passed and failed throws, through `decide`."""
-    accept, left = verdict.accept_probs, residuals(verdict)
+    accept = verdict.accept_probs
+    left = residuals(verdict)
     for pattern in itertools.product([True, False], repeat=accept.shape[1]):
         passed = torch.tensor(pattern, dtype=torch.bool)
         throws = torch.where(passed, accept / 2, (1 + accept) / 2)
@@ -143,7 +146,9 @@ class EveryThrow:
         while self._trail and not self._trail[-1]:
             self._trail.pop()
         self._script = [*self._trail[:-1], False]
-        more, self._trail, self.probability = bool(self._trail), [], 1.0
+        more = bool(self._trail)
+        self._trail = []
+        self.probability = 1.0
         return more
 
 
@@ -162,7 +167,8 @@ def of_traversal(p: Tensor, proposal: Proposal) -> Iterator[Outcome]:
 def _of_recursive(p: Tensor, proposal: Proposal) -> Iterator[Outcome]:
     """An oracle's outcomes, draft by draft."""
     for b in range(len(p)):
-        throws, more = EveryThrow(), True
+        throws = EveryThrow()
+        more = True
         while more:
             path, left = siblings_in_turn(p[b], proposal, b, throws.flip)
             yield b, path, left, throws.probability
@@ -177,9 +183,12 @@ def siblings_in_turn(
 
     SpecInfer (Miao et al. 2305.09781), with sampling without replacement (Yang et al. 2402.13720).
     On a chain it is the token rule."""
-    path, node, below = [], -1, proposal.children(row)
+    path = []
+    node = -1
+    below = proposal.children(row)
     while True:
-        left, children = p[node + 1], below.get(node, [])
+        left = p[node + 1]
+        children = below.get(node, [])
         q = proposal.q[row, children[0]] if children else None
         for child in children:
             token = proposal.drafted[row][child]
@@ -198,7 +207,8 @@ def siblings_in_turn(
 
 def _of_match(p: Tensor, proposal: Proposal) -> Iterator[Outcome]:
     """Every text that the target may draw, along the tree as far as it is there."""
-    depths, seen = proposal.depths(), set()
+    depths = proposal.depths()
+    seen = set()
     for text in itertools.product(range(VOCAB), repeat=1 + max(map(max, depths))):
         target_ids = torch.tensor([[text[depth] for depth in (0, *row)] for row in depths])
         for b, (path, token) in enumerate(follow(proposal, target_ids)):
@@ -217,7 +227,9 @@ def enumerate_rule(world: World, rule: str, only: tuple | None = None) -> tuple[
     these drafts, given as deterministic."""
     drafts, drawn = world.drafts()
     if only is not None:
-        drafts, drawn, world = [only], [1.0], replace(world, deterministic=True)
+        drafts = [only]
+        drawn = [1.0]
+        world = replace(world, deterministic=True)
     return compare(world.outcomes(drafts, rule), drafts, drawn, world.p)
 
 

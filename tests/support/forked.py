@@ -71,7 +71,8 @@ def interpreter() -> str:
     tests."""
     folder = Path(tempfile.mkdtemp())  # short: the path of a socket is limited
     atexit.register(shutil.rmtree, folder)
-    program, address = folder / "python", str(folder / "socket")
+    program = folder / "python"
+    address = str(folder / "socket")
     program.write_text(STAND_IN.format(python=sys.executable, address=address))
     program.chmod(0o755)
     with socket.socket(socket.AF_UNIX) as listening:

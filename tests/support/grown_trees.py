@@ -71,7 +71,8 @@ def grown(shape: DynamicTree, q: Table) -> dict[Tree, float]:
     proposal = growth.proposal()
     trees: dict[Tree, float] = {}
     for row, count in enumerate(proposal.counts):
-        tokens, parents = tuple(proposal.drafted[row][:count]), tuple(proposal.parents_of(row))
+        tokens = tuple(proposal.drafted[row][:count])
+        parents = tuple(proposal.parents_of(row))
         trees[tokens, parents] = chance(tokens, parents, q)
         reported = proposal.q[row, :count].double()
         torch.testing.assert_close(reported, _of_parents(q, tokens, parents))

@@ -55,9 +55,11 @@ def make_world(vocab: int) -> MarkovWorld:
     drafter = target + torch.randn(CLASSES, vocab, generator=generator)
     rows = []
     for row in target.double():
-        p, mass = torch.softmax(row / TARGET_PARAMS.temperature, -1), 0.0
+        p = torch.softmax(row / TARGET_PARAMS.temperature, -1)
+        mass = 0.0
         for token in p.argsort(descending=True).tolist():
-            before, mass = mass, mass + float(p[token])
+            before = mass
+            mass += float(p[token])
             if before >= TARGET_PARAMS.top_p:
                 p[token] = 0
         rows.append(p / p.sum())
@@ -68,11 +70,14 @@ class Chains:
     """How a round is drafted and verified; the bugs override one step each."""
 
     def __init__(self, world: MarkovWorld, dense: bool = True, rule: str = "token"):
-        self.world, self.dense, self.rule = world, dense, rule
+        self.world = world
+        self.dense = dense
+        self.rule = rule
 
     def draft(self, last: Tensor, generators: list) -> Proposal:
         """Drafts after the last tokens [B], one by one."""
-        tokens, qs = [], []
+        tokens = []
+        qs = []
         for _ in range(WIDTH):
             q = self.world.q[last % CLASSES]
             last = draw(q, generators) if self.dense else q.argmax(-1)
@@ -137,13 +142,15 @@ class Trees(Chains):
 
 
 def assert_written_by_target(rounds: Chains, rows: int) -> None:
-    p, vocab = rounds.world.p, rounds.world.vocab
+    p = rounds.world.p
+    vocab = rounds.world.vocab
     texts = rounds.write(rows)
     step = torch.stack([_by_class(row) for row in p])  # [CLASSES, CLASSES], of the next class
     for position, marginal in enumerate([p[0], step[0] @ p, step[0] @ step @ p]):
         observed = torch.bincount(texts[:, position], minlength=vocab)
         assert_fits(observed, rows * marginal, ALPHA, f"position {position + 1}")
-    groups, most = _groups_of(p[0]), 24  # first tokens one by one, but the rare ones together
+    groups = _groups_of(p[0])  # first tokens one by one, but the rare ones together
+    most = 24
     joint = torch.stack([_by_class(p[0] * (groups == g)) @ p for g in range(most)])  # [most, V]
     observed = torch.bincount(groups[texts[:, 0]] * vocab + texts[:, 1], minlength=most * vocab)
     assert_fits(observed, rows * joint.flatten(), ALPHA, "joint of the first two")

@@ -54,7 +54,9 @@ def greedy_requests(
     architecture: str, processors: str
 ) -> list[tuple[list[int], SamplingParams, list[int], str]]:
     """(prompt, params, what the target alone writes, why it ends)."""
-    model, tokenizer, requests = target_of(architecture), byte_tokenizer(), []
+    model = target_of(architecture)
+    tokenizer = byte_tokenizer()
+    requests = []
     for i, prompt in enumerate(PROMPTS):
         options = {"temperature": 0, "max_tokens": 10, "seed": i, **_turn(processors, i)}
         if "stop" in options.values():
@@ -116,7 +118,10 @@ def check_counts(output: Any) -> None:
     assert committed - len(output.outputs[0].token_ids) in (0, 1)
 
 
-SMALL_VOCAB, SMALL_PROMPT, WRITTEN, SAMPLES = 4, [1, 2, 3, 1, 2, 3, 0, 1], 4, 800
+SMALL_VOCAB = 4
+SMALL_PROMPT = [1, 2, 3, 1, 2, 3, 0, 1]
+WRITTEN = 4
+SAMPLES = 800
 SAMPLING: dict[str, dict[str, Any]] = {
     "none": {},
     "filters": {"temperature": 2.0, "top_k": 3, "top_p": 0.95},

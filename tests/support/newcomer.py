@@ -19,8 +19,10 @@ from draftsmith.train.cli import app
 from tests.support.docs_commands import commands
 
 ROOT = Path(__file__).resolve().parents[2]
-README, TUTORIAL = ROOT / "README.md", ROOT / "docs" / "tutorial.md"
-MODEL, TARGET = "Qwen/Qwen3-8B", ROOT / "recipes" / "quickstart" / "target"
+README = ROOT / "README.md"
+TUTORIAL = ROOT / "docs" / "tutorial.md"
+MODEL = "Qwen/Qwen3-8B"
+TARGET = ROOT / "recipes" / "quickstart" / "target"
 RUN_BY = {  # what runs the commands that begin so; the others are `own_commands`
     r"make (venv|quickstart|test)": ".ci/run",
     r"vllm serve |.* --engine vllm": "tests/vllm/test_readme_in_vllm.py",
@@ -51,9 +53,13 @@ def make_folder(folder: Path) -> None:
 def environment(folder: Path, **others: str) -> dict[str, str]:
     """Of processes: no accelerator, and the Hub's cache of the fixture `hub_cache`."""
     path = f"{folder / 'bin'}{os.pathsep}{Path(sys.executable).parent}{os.pathsep}"
-    own = {"HF_HUB_CACHE": str(folder / "hub-cache"), "HF_HUB_OFFLINE": "1"}
-    own |= {"ACCELERATE_USE_CPU": "true", "PATH": path + os.environ["PATH"]}
-    return os.environ | own | others
+    variables = {
+        "HF_HUB_CACHE": str(folder / "hub-cache"),
+        "HF_HUB_OFFLINE": "1",
+        "ACCELERATE_USE_CPU": "true",
+        "PATH": path + os.environ["PATH"],
+    }
+    return os.environ | variables | others
 
 
 def run(command: str, folder: Path) -> str:
@@ -61,13 +67,15 @@ def run(command: str, folder: Path) -> str:
     program, *words = shlex.split(command)
     if program == "draftsmith":
         result = CliRunner().invoke(app, words)
-        code, output = result.exit_code, result.output
+        code = result.exit_code
+        output = result.output
         if code and result.exception is not None:
             output += "".join(traceback.format_exception(result.exception))
     else:
         done = subprocess.run(
             command, shell=True, cwd=folder, env=environment(folder), capture_output=True, text=True
         )
-        code, output = done.returncode, done.stdout + done.stderr
+        code = done.returncode
+        output = done.stdout + done.stderr
     assert code == 0, f"{command}\n{output[-4000:]}"
     return output

@@ -13,13 +13,16 @@ from draftsmith.speculators.vocab.token_map import TokenMap
 from tests.support.cases import OPT, World, student
 from tests.support.tokenizers import byte_level, sentencepiece
 
-NOTHING, TWO = 6, 2  # target tokens spelt by nothing, by two draft tokens
+# target tokens spelt by nothing, by two draft tokens
+NOTHING = 6
+TWO = 2
 
 
 def made_up_map(vocab: int, draft_vocab: int, opening: list[int]) -> TokenMap:
     """Target ids 6, 13, … are spelt by nothing, 2, 5, … by two draft tokens; the rest is shared."""
     place = torch.randperm(draft_vocab, generator=torch.Generator().manual_seed(3)).tolist()
-    shared, spellings = {}, []
+    shared = {}
+    spellings = []
     for id in range(vocab):
         if id % 7 == NOTHING:
             spellings.append([])
@@ -38,7 +41,8 @@ def made_up_map(vocab: int, draft_vocab: int, opening: list[int]) -> TokenMap:
 
 
 def other_tokens(model: Any, draft_vocab: int, opening: list[int], **config: Any) -> World:
-    target, config = FrozenTarget(model), {**OPT, "vocab_size": draft_vocab, **config}
+    target = FrozenTarget(model)
+    config = {**OPT, "vocab_size": draft_vocab, **config}
     drafter = student(target, 0.1, config={"model_type": "opt", **config})
     drafter.token_map = made_up_map(target.vocab_size, draft_vocab, opening)
     drafter.config = drafter.config.model_copy(update={"other_tokenizer": True})

@@ -31,8 +31,8 @@ def tiny_run(make_model: Any, target: Path, run: Path) -> dict[str, Any]:
     rows = []
     for i in range(4):
         for name in ("sums", "talk"):
-            said = (("user", f"{name} {i}"), ("assistant", "x"))
-            messages = [{"role": role, "content": text} for role, text in said]
+            turns = (("user", f"{name} {i}"), ("assistant", "x"))
+            messages = [{"role": role, "content": text} for role, text in turns]
             rows.append({"workload": name, "messages": messages})
     prompts = run.parent / "prompts.jsonl"
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))

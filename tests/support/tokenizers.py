@@ -121,5 +121,5 @@ def _of_bytes(chat_template: str, **special: str) -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(list(special.values()))
-    given = {"tokenizer_object": tokenizer, "chat_template": chat_template}
-    return PreTrainedTokenizerFast(**given, **special)
+    fields = {"tokenizer_object": tokenizer, "chat_template": chat_template}
+    return PreTrainedTokenizerFast(**fields, **special)

@@ -107,9 +107,9 @@ def make_trainer(
         prompts = [tuple(ids.integers(3, 100, int(ids.integers(1, 9))).tolist()) for _ in range(7)]
         texts = OnPolicy(recipe, target, prompts, folder=folder, accelerator=accelerator)
         more["on_policy"] = texts
-    own = {"accelerator": accelerator, "folder": folder, "fingerprint": "a"}
+    required = {"accelerator": accelerator, "folder": folder, "fingerprint": "a"}
     features = more.pop("features", None) or RowFeatures(InProcess(target), rows or make_rows())
-    return Trainer(recipe, target, drafter, features, **own, **more)
+    return Trainer(recipe, target, drafter, features, **required, **more)
 
 
 def weights(trainer: Trainer) -> dict[str, torch.Tensor]:

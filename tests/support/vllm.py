@@ -130,7 +130,8 @@ def run_ours(llm: LLM, k: int) -> Ours:
         outputs = llm.generate(prompts, params, use_tqdm=False, **how)
         return [output.outputs[0] for output in outputs]
 
-    drafted, counters = completions(WRITTEN), SpecDecodeCounters()
+    drafted = completions(WRITTEN)
+    counters = SpecDecodeCounters()
     for completion in drafted:
         counters.merge(completion.spec_decode_metrics)
     further = completions(WRITTEN + k + 1, speculate=False)
@@ -176,8 +177,8 @@ def same_as_ours(serve, plain_in_vllm):
     def check(target: Path, config: dict[str, Any], llm: LLM, engine: Any = None):
         job = {"model": str(target), "prompts": PROMPTS, "max_tokens": WRITTEN}
         job["options"] = engine or {}
-        own = {"speculative_config": config, "repaired": config["method"] == "dflash"}
-        theirs = serve(job | own)
+        drafting = {"speculative_config": config, "repaired": config["method"] == "dflash"}
+        theirs = serve(job | drafting)
         ours = run_ours(llm, config["num_speculative_tokens"])
         token_ids = [text[:WRITTEN] for text in ours.texts]
         assert theirs["token_ids"] == plain_in_vllm(job)

@@ -41,7 +41,8 @@ def _train(target: FrozenTarget, drafter: Any, features: list[Any], steps: int) 
     optimizer = torch.optim.AdamW(drafter.trainable_parameters(), lr=3e-3)
     ids = drafter.draft_to_target
     for step in range(steps):
-        f, loss = features[step % len(features)], torch.zeros(())
+        f = features[step % len(features)]
+        loss = torch.zeros(())
         for depth in drafter.unroll(f, 3):
             labels = f.input_ids.flatten()[depth.target_index + 1]
             labels = to_draft_ids(labels, ids)  # -1: not in its vocabulary

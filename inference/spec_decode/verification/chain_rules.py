@@ -43,7 +43,8 @@ class Verdict:
     def residual_at(self, accepted: Sequence[int]) -> Tensor:
         """Drafts accepted per row -> [B, V], the one distribution each row needs; p from counts[b]
         on."""
-        proposal, width = self.proposal, self.proposal.width
+        proposal = self.proposal
+        width = proposal.width
         rows = torch.arange(len(accepted), device=self.p.device)
         kept = on_device(accepted, self.p.device)
         p = self.p[rows, kept]  # [B, V]
@@ -107,7 +108,8 @@ def block_rule(p: Tensor, proposal: Proposal) -> Verdict:
     Sun et al. 2403.10444, algorithm 2. s_j = min(1, s_{j-1} p(x_j) / q(x_j)); draft j < γ is the
     last one kept with probability S / (S + 1 - s_j), S = Σ max(s_j p_j - q_j, 0), and draft γ with
     s_γ. Of one-hot q as token_rule."""
-    width, counts = proposal.width, on_device(proposal.counts, p.device).unsqueeze(-1)
+    width = proposal.width
+    counts = on_device(proposal.counts, p.device).unsqueeze(-1)
     if width == 0:
         return Verdict(p.new_zeros(p.shape[0], 0), p, proposal)
     chosen = proposal.token_ids.unsqueeze(-1)  # [B, K, 1]

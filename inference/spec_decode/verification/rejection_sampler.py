@@ -25,7 +25,9 @@ from draftsmith.inference.spec_decode.verification.tree_rules import follow, tra
 from draftsmith.speculators.errors import ConfigError
 from draftsmith.speculators.precision import on_device
 
-AUTO, SAMPLE_MATCH, TRAVERSAL = "auto", "sample_match", "traversal"
+AUTO = "auto"
+SAMPLE_MATCH = "sample_match"
+TRAVERSAL = "traversal"
 METHODS = (AUTO, *RULES, SAMPLE_MATCH, TRAVERSAL)  # temperature 0 is greedy under any
 
 
@@ -33,9 +35,12 @@ def rule_for(method: str, proposal: Proposal) -> str:
     """The rule that judges the rows above temperature 0. `auto`: block for sampled chains,
     traversal for sampled trees, sample_match for what was not sampled. ConfigError if the rule
     asked for cannot judge such a proposal."""
-    chain, sampled = proposal.parents is None, proposal.q is not None
+    chain = proposal.parents is None
+    sampled = proposal.q is not None
     if method == AUTO:
-        return ("block" if chain else TRAVERSAL) if sampled else SAMPLE_MATCH
+        if not sampled:
+            return SAMPLE_MATCH
+        return "block" if chain else TRAVERSAL
     if method not in METHODS:
         raise ConfigError(
             f"rejection_sample_method={method!r}; expected one of {', '.join(METHODS)}"

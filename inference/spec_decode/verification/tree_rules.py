@@ -30,7 +30,8 @@ def follow(proposal: Proposal, target_ids: Tensor) -> list[tuple[list[int], int]
     is the target's own: a seed gives the same text with and without drafts."""
     walks = []
     for row, target_row in enumerate(target_ids.tolist()):
-        children, drafted = proposal.children(row), proposal.drafted[row]
+        children = proposal.children(row)
+        drafted = proposal.drafted[row]
         path: list[int] = []
         node: int | None = ROOT
         while node is not None:
@@ -93,7 +94,9 @@ def _walk(children: dict[int, list[int]], ratios: list[float], flip: Flip) -> _T
     of its siblings was tried. Returns the accepted nodes."""
     ratios = list(ratios)
     untried = {node: list(below) for node, below in children.items()}
-    path, rates = [ROOT], [1.0]  # from the root to where the walk stands
+    # from the root to where the walk stands
+    path = [ROOT]
+    rates = [1.0]
     while True:
         while untried.get(path[-1]):  # down to the first leaf
             child = untried[path[-1]][0]
@@ -154,7 +157,8 @@ def _without(q: Tensor, tokens: Tensor) -> Tensor:
 
 def _ratios(p: Tensor, proposal: Proposal) -> list[list[float]]:
     """p / q of every draft before any of its siblings was tried: [B, K]."""
-    q, width = proposal.q, proposal.width
+    q = proposal.q
+    width = proposal.width
     if q is None or not width:
         return [[] for _ in proposal.counts]
     parents = [
