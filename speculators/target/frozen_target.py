@@ -27,6 +27,7 @@ from draftsmith.speculators.precision import as_dtype, on_host, running_dtype, s
 from draftsmith.speculators.target import longrope, probe
 from draftsmith.speculators.target.info import auto_class_of
 from draftsmith.speculators.target.packed_attention import (
+    CPU_ROW,
     LONG_ROW,
     TextLayout,
     additive_mask,
@@ -298,9 +299,15 @@ class FrozenTarget(TargetHead):
         return (taps[0] if taps else None), last
 
     def _needs_no_mask(self, length: int) -> bool:
-        """True of rows that are too long for [T, T] masks, and of all where one kernel attends for
-        the texts of all rows."""
-        return length >= LONG_ROW or (not self._eager and has_varlen(self.device, self.dtype))
+        """True of rows that are too long for [T, T] masks, of those whose masked scores cost more
+        than attention text by text, and of all where one kernel attends for all texts."""
+        if length >= LONG_ROW:
+            return True
+        if self._eager:
+            return False
+        if self.device.type == "cpu":
+            return length >= CPU_ROW
+        return has_varlen(self.device, self.dtype)
 
     def _run_packed(
         self, input_ids: Tensor, position_ids: Tensor, layout: TextLayout
