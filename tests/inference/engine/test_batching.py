@@ -180,9 +180,11 @@ def test_rows_that_do_not_fit_an_accelerator_are_refused_at_load(
     target = FrozenTarget(tiny_model("llama", max_position_embeddings=1000)).to("cuda")
     drafter = tiny_eagle3(target.model, TAPS).to("cuda")
     fitting = llm_of(target, drafter=drafter, max_model_len=900).engine
-    assert memory_fault(fitting) is None and fitting.runner.cache.bytes() == 0
+    assert memory_fault(fitting.runner, fitting.proposer) is None
+    assert fitting.runner.cache.bytes() == 0
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *a: (0, 0))
-    assert memory_fault(llm_of(target, drafter=drafter).engine) is not None
+    drafting = llm_of(target, drafter=drafter).engine
+    assert memory_fault(drafting.runner, drafting.proposer) is not None
     for name in ("max_num_seqs", "max_model_len"):
         with pytest.raises(ConfigError, match=name):
             llm_of(target, drafter=drafter, max_model_len=900)
