@@ -36,6 +36,7 @@ from draftsmith.inference.model_runner.plain_decoder import plain_decoder
 from draftsmith.inference.spec_decode.proposal import Proposal
 from draftsmith.inference.spec_decode.proposers.base import Proposer
 from draftsmith.inference.spec_decode.proposers.lookahead import LookaheadOptions
+from draftsmith.inference.spec_decode.round_plan import RoundPlan
 from draftsmith.speculators.errors import DraftsmithError
 from draftsmith.speculators.target.frozen_target import FrozenTarget
 from draftsmith.speculators.target.info import auto_class
@@ -171,9 +172,9 @@ class PartlyRight(Proposer):
         super().__init__(3)
         self.texts = texts
 
-    def propose(self, requests: Sequence[Any], limits: Sequence[int]) -> Proposal:
+    def propose(self, requests: Sequence[Any], plan: RoundPlan) -> Proposal:
         """The next three tokens of the text of each request, wrong from draft `len(token_ids) % 4`
-        on; at most `limits` of them count."""
+        on; at most `plan.limits` of them count."""
         tokens = torch.zeros(len(requests), 3, dtype=torch.long)
         for row, request in enumerate(requests):
             done = len(request.token_ids)
@@ -182,7 +183,7 @@ class PartlyRight(Proposer):
             coming = text[done : done + 3]
             tokens[row, : len(coming)] = torch.tensor(coming)
             tokens[row, done % 4 :] = (tokens[row, done % 4 :] + 1) % VOCABULARY
-        return Proposal(tokens, [min(limit, 3) for limit in limits])
+        return Proposal(tokens, [min(limit, 3) for limit in plan.limits])
 
 
 def own_texts(target: FrozenTarget) -> list[list[int]]:

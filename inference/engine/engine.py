@@ -7,7 +7,8 @@ plus one token of the target's own, and rolls the rest back by not counting it."
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from time import perf_counter
 
 import torch
@@ -22,10 +23,12 @@ from draftsmith.inference.model_runner.model_runner import ModelRunner
 from draftsmith.inference.outputs import JudgedRound, Placed
 from draftsmith.inference.requests.request import Request
 from draftsmith.inference.requests.scheduler import Scheduler
+from draftsmith.inference.sampling_params import SamplingParams
 from draftsmith.inference.spec_decode.draft_length import DraftLength
 from draftsmith.inference.spec_decode.logits import process_logits
 from draftsmith.inference.spec_decode.proposal import Kept, Proposal
 from draftsmith.inference.spec_decode.proposers.base import Proposer
+from draftsmith.inference.spec_decode.round_plan import RoundPlan
 from draftsmith.inference.spec_decode.tree_attention import along, tree_places
 from draftsmith.inference.spec_decode.verification.rejection_sampler import AUTO, verify_and_sample
 from draftsmith.speculators.errors import ConfigError, DraftsmithError
@@ -75,8 +78,6 @@ class Engine:
         self.draft_length = draft_length or DraftLength(
             proposer.num_speculative_tokens if proposer is not None else 0
         )
-        if proposer is not None:
-            self.draft_length.attach(proposer, self.rehearse)
         self._rejection_sample_method = rejection_sample_method
         if compiles:
             self._compile(self.compile_options)
@@ -122,10 +123,26 @@ class Engine:
 
     # ------------------------------------------------------------------ before requests
 
-    def rehearse(self, rows: int, T: int) -> None:
-        """Runs T tokens of each of the first rows through the target and forgets them: to be
-        timed."""
-        self.runner.rehearse(rows, T)
+    @contextmanager
+    def rehearsal(self, rows: int, length: int) -> Iterator[list[Request]]:
+        """Requests with prompts of `length` tokens in the first `rows` rows, as after prefill; they
+        are gone afterwards. While no request waits or runs."""
+        self.set_speculation(True)
+        greedy = SamplingParams(temperature=0, ignore_eos=True)
+        requests = [
+            Request(str(row), 0, [0] * length, greedy, generator=None, max_model_len=length + 2)
+            for row in range(rows)
+        ]
+        for request in requests:
+            self.add(request)
+        self.scheduler.admit()
+        self._prefill(0)
+        try:
+            yield requests
+        finally:
+            for request in requests:
+                request.finish("abort")
+            self._release_finished()
 
     @property
     def compiles(self) -> bool:
@@ -183,11 +200,7 @@ class Engine:
     def _round(self, rows: list[Request]) -> list[Request]:
         """Propose, verify, sample, commit. B = rows in use, K = longest draft of the round."""
         proposer = self.drafting
-        if proposer is None:
-            proposal = Proposal.empty(len(rows), self.target.device)
-        else:
-            limits = self.draft_length.limits(rows)
-            proposal = self.draft_length.settle(proposer.propose(rows, limits))
+        plan, proposal = self._propose(rows)
         anchors = [[request.token_ids[-1]] for request in rows]
         inputs = on_device(anchors, self.target.device)  # [B, 1]
         if proposal.width:
@@ -212,15 +225,21 @@ class Engine:
             request.count_round(drafted, accepted, depth)
             request.num_compiled_rounds += compiled
             self.counters.add(drafted, accepted, depth)
-        if proposer is not None:
-            self.draft_length.learn(proposal.counts, num_accepted)
-            if proposer.reads_features:
-                if proposal.parents is not None:
-                    taps = None if taps is None else along(kept_nodes, taps)
-                    last_hidden = along(kept_nodes, last_hidden)
-                kept_counts = [1 + accepted for accepted in num_accepted]
-                proposer.observe(rows, kept_counts, taps, last_hidden)
+        plan.learn(kept)
+        if proposer is not None and proposer.reads_features:
+            if proposal.parents is not None:
+                taps = None if taps is None else along(kept_nodes, taps)
+                last_hidden = along(kept_nodes, last_hidden)
+            kept_counts = [1 + accepted for accepted in num_accepted]
+            proposer.observe(rows, kept_counts, taps, last_hidden)
         return self._release_finished()
+
+    def _propose(self, rows: list[Request]) -> tuple[RoundPlan, Proposal]:
+        """The plan of a round, and the drafts that are verified by it."""
+        if self.drafting is None:
+            return RoundPlan([0] * len(rows)), Proposal.empty(len(rows), self.target.device)
+        plan = self.draft_length.plan(rows)
+        return plan, plan.settle(self.drafting.propose(rows, plan))
 
     def _prefill(self, first: int) -> list[Request]:
         """Feeds the prompts of the rows from `first` on, longest first, in chunks of at most

@@ -20,6 +20,7 @@ from transformers import (
 
 from draftsmith.inference.engine.engine import Engine
 from draftsmith.inference.engine.memory import memory_fault
+from draftsmith.inference.engine.round_costs import measure_costs
 from draftsmith.inference.engine_options import EngineOptions
 from draftsmith.inference.spec_decode.draft_length import AdaptiveDraftLength, DraftLength
 from draftsmith.inference.spec_decode.proposers.base import Proposer
@@ -313,7 +314,8 @@ def make_engine(
     draft_length: DraftLength | None,
     rejection_sample_method: str,
 ) -> Engine:
-    """The engine, with rows of `max_model_len` tokens.
+    """The engine, with rows of `max_model_len` tokens. What its rounds cost is measured where draft
+    lengths go by it.
 
     ConfigError if an accelerator's memory does not hold rows of the length that the options ask
     for; a warning, if they ask for none: few texts are as long as a model's own limit."""
@@ -328,4 +330,5 @@ def make_engine(
         if options.max_model_len is not None:
             raise ConfigError(fault)
         logger.warning("%s, or expect to run out of memory in long texts", fault)
+    measure_costs(engine)
     return engine

@@ -14,6 +14,7 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from draftsmith.inference.engine.engine import Engine
+from draftsmith.inference.engine.round_costs import measure_costs
 from draftsmith.inference.engine_options import EngineOptions
 from draftsmith.inference.entrypoints.checks import CheckedRequest, RequestChecker
 from draftsmith.inference.entrypoints.loading import (
@@ -41,7 +42,7 @@ from draftsmith.speculators.target.frozen_target import FrozenTarget
 
 Params = SamplingParams | Sequence[SamplingParams] | None  # for all prompts, or one for each
 
-WARM_UP_PROMPT = 64  # tokens, which are the context that costs of rounds are measured with
+WARM_UP_PROMPT = 64  # tokens
 
 
 class HeadDrafting(TypedDict, total=False):
@@ -266,24 +267,21 @@ class TextGenerator:
     # ------------------------------------------------------------------ the engine
 
     def warm_up(self, limit_s: float = 900.0, longest: int | None = None) -> None:
-        """Compiles every shape that rounds can have, and measures what rounds cost where draft
-        lengths go by that. From the thread that will run the rounds, before any request. `limit_s`:
-        seconds after which nothing further is begun; what is left is measured when it is first met,
-        and compiled then or, where compiled rounds are the default, run eager. `longest`: tokens of
-        the longest text that is to come, its response included; None: of any length."""
+        """Compiles every shape that rounds can have; nothing where all runs eager. From the thread
+        that will run the rounds, before any request. `limit_s`: seconds after which nothing further
+        is begun; what is left is compiled when it is first met or, where compiled rounds are the
+        default, run eager. `longest`: tokens of the longest text that is to come, its response
+        included; None: of any length."""
         deadline = perf_counter() + limit_s
+        if not self.engine.begin_compiling():
+            return
         few = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, seed=0)
         length = min(WARM_UP_PROMPT, self.engine.max_model_len // 2)
-        prompt = {"prompt_token_ids": [0] * length}
-        if self.engine.begin_compiling():
-            for speculate in (True, False):  # what each step is given
-                self.generate(prompt, few, False, speculate=speculate)
-            self.engine.warm_up(deadline, longest)
-        draft_length = self.engine.draft_length
-        for rows in draft_length.sizes_to_measure(self.engine.options.max_num_seqs):
-            if perf_counter() < deadline:
-                self.generate([prompt] * rows, few, False)
-        draft_length.forget()
+        for speculate in (True, False):  # what each step is given
+            self.generate({"prompt_token_ids": [0] * length}, few, False, speculate=speculate)
+        self.engine.warm_up(deadline, longest)
+        measure_costs(self.engine)  # compiled rounds cost less than those that were measured
+        self.engine.draft_length.forget()
         self.reset_metrics()
 
     def get_default_sampling_params(self) -> SamplingParams:

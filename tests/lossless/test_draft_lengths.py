@@ -11,14 +11,12 @@ import torch
 
 from draftsmith.inference import LLM, SamplingParams
 from draftsmith.inference.sampling.sampler import batch_probabilities, inverse_cdf
-from draftsmith.inference.spec_decode.costs import RoundCosts
-from draftsmith.inference.spec_decode.draft_length import (
-    Acceptance,
-    DraftLength,
-    RoundPlan,
-)
+from draftsmith.inference.spec_decode.acceptance import Acceptance
+from draftsmith.inference.spec_decode.costs import read_costs
+from draftsmith.inference.spec_decode.draft_length import DraftLength
 from draftsmith.inference.spec_decode.proposal import Proposal
 from draftsmith.inference.spec_decode.proposers import head
+from draftsmith.inference.spec_decode.round_plan import AdaptivePlan, RoundPlan
 from draftsmith.speculators.drafter import DraftLogits
 from draftsmith.speculators.traits import Traits
 from tests.support.cases import make
@@ -40,22 +38,26 @@ PROMPT = [1, 2, 3, 1, 2, 3, 0, 1]
 STEEP = {"verify": [10, 11.5, 13, 14.5], "draft": [0.3, 0.6, 0.9]}
 
 
-def plan_of(costs, rows: int = 1) -> RoundPlan:
-    return RoundPlan(Acceptance(K), [K] * rows, *RoundCosts(K, costs).of([]))
-
-
 # ---------------------------------------------------------------------- plans, by enumeration
 
 
-def depth_by_depth(q, confidence, drafted: bool):
-    """World.given_counts of a plan that is shown `confidence(q(prefix), x)` of every draft."""
+def depth_by_depth(q, confidence_of, drafted: bool):
+    """World.given_counts of a plan that is shown `confidence_of(q(prefix), x)` of every draft: each
+    before the draw, or all of a proposal."""
 
     def counts(draft: tuple) -> int:
-        plan = plan_of(STEEP)
-        while (k := plan.committed_length) < K:
-            if not plan.decide_next([confidence(q(draft[:k]), draft[k])], drafted=drafted):
-                break
-        return plan.committed_length
+        acceptance = Acceptance(K)
+        acceptance.idle_rounds = 0  # nothing is forced
+        plan = AdaptivePlan(acceptance, [K], read_costs(STEEP, K))
+        shown = [confidence_of(q(draft[:k]), draft[k]) for k in range(K)]
+        if drafted:
+            confidence = torch.tensor([shown], dtype=torch.float64)
+            proposal = Proposal(torch.tensor([draft]), [K], confidence=confidence)
+        else:
+            length = next((k for k in range(K) if not plan.go_on([shown[k]])), K)
+            proposal = Proposal(torch.tensor([draft])[:, :length], [length])
+        (count,) = plan.settle(proposal).counts
+        return count
 
     return counts
 
@@ -189,18 +191,19 @@ def test_joint_of_the_first_tokens(family, early, rows, step, small, monkeypatch
     assert 0.3 < counters.num_draft_tokens / counters.num_drafts < K - 0.3
 
 
-class Threshold(DraftLength):
+class Threshold(RoundPlan):
     """Goes on while the first row's confidence is 0.4 or more: every decision matters."""
 
-    def attach(self, proposer, forward):
-        proposer.go_on = lambda confidence: 0 if confidence[0] < 0.4 else K
+    reads_confidence = True
+
+    def go_on(self, confidence):
+        return 0 if confidence[0] < 0.4 else K
 
 
-class Ahead(DraftLength):
+class Ahead(RoundPlan):
     """Verifies draft k where the head is sure of draft k + 1."""
 
-    def attach(self, proposer, forward):
-        proposer.go_on = lambda confidence: K
+    reads_confidence = True
 
     def settle(self, proposal):
         if not proposal.width:
@@ -211,10 +214,21 @@ class Ahead(DraftLength):
         return Proposal(proposal.token_ids, counts, proposal.q)
 
 
+class Planned(DraftLength):
+    """Rounds by plans of a kind."""
+
+    def __init__(self, kind) -> None:
+        super().__init__(K)
+        self.kind = kind
+
+    def plan(self, rows):
+        return self.kind(self._room(rows))
+
+
 @pytest.mark.slow
 def test_a_length_that_looks_at_the_draft_is_noticed(small, monkeypatch):
     """What is shown is the probability of the token that was drawn."""
-    write("bigrams", Threshold(K), small)
+    write("bigrams", Planned(Threshold), small)
     samplers = []
 
     class Sampler(head._SampledChain):
@@ -222,7 +236,7 @@ def test_a_length_that_looks_at_the_draft_is_noticed(small, monkeypatch):
             super().__init__(*args)
             samplers.append(self)
 
-    def probability_of_the_draft(logits, own):
+    def probability_of_the_draft(logits, predicted):
         sample = samplers[-1]
         q = batch_probabilities(logits[:, None], sample._params)[:, 0]
         drawn = inverse_cdf(q, sample._noise[len(sample._q)])
@@ -231,11 +245,11 @@ def test_a_length_that_looks_at_the_draft_is_noticed(small, monkeypatch):
     monkeypatch.setattr(head, "_SampledChain", Sampler)
     monkeypatch.setattr(head, "_confidence", probability_of_the_draft)
     with pytest.raises(AssertionError, match="χ²"):
-        write("bigrams", Threshold(K), small)
+        write("bigrams", Planned(Threshold), small)
 
 
 @pytest.mark.slow
 def test_a_length_by_the_confidence_behind_a_draft_is_noticed(small, monkeypatch):
     stop_early(monkeypatch, False)
     with pytest.raises(AssertionError, match="χ²"):
-        write("dspark", Ahead(K), small, samples=3000, rows=500)
+        write("dspark", Planned(Ahead), small, samples=3000, rows=500)

@@ -385,7 +385,7 @@ SAMPLED_BUGS: dict[str, tuple[Configuration, str, Callable]] = {
     ),
     "a length chosen after looking": (
         HEAD,
-        "draftsmith.inference.spec_decode.draft_length.DraftLength.settle",
+        "draftsmith.inference.spec_decode.round_plan.RoundPlan.settle",
         settled_by_looking,
     ),
 }

@@ -38,9 +38,9 @@ class StubProposer(Proposer):
     def max_width(self) -> int:
         return self.num_speculative_tokens * (3 if self.drafts_trees else 1)
 
-    def propose(self, requests, limits) -> Proposal:
+    def propose(self, requests, plan) -> Proposal:
         width = self.num_speculative_tokens
-        counts = [min(limit, width) for limit in limits]
+        counts = [min(limit, width) for limit in plan.limits]
         if self.kind == "sampled":
             return self._sampled(requests, counts, width)
         if self.kind == "branches":

@@ -116,8 +116,8 @@ def run_ours(llm: LLM, k: int) -> Ours:
     drafts: dict[str, list[list[int]]] = {}
     propose = llm.engine.proposer.propose
 
-    def watched(requests, limits):
-        proposal = propose(requests, limits)
+    def watched(requests, plan):
+        proposal = propose(requests, plan)
         for request, row, drafted in zip(requests, proposal.token_ids.tolist(), proposal.counts):
             drafts.setdefault(request.request_id, []).append(row[:drafted])
         return proposal

@@ -18,6 +18,7 @@ from draftsmith.inference import SamplingParams
 from draftsmith.inference.bench.advice import SCHEDULE, advised_lengths
 from draftsmith.inference.requests.request import Request
 from draftsmith.inference.spec_decode.proposers.ngram import NgramIndex
+from draftsmith.inference.spec_decode.round_plan import RoundPlan
 from draftsmith.inference.vllm_bridge.vllm_engine import VllmError
 from tests.support.engines import proposer_of
 from tests.support.vllm import PROMPTS, WRITTEN, rounds
@@ -119,5 +120,5 @@ def ours_of(contexts: list[tuple[list[int], list[int]]]) -> Iterator[list[int]]:
     request = Request("0", 0, contexts[0][0], SamplingParams(), generator=None, max_model_len=256)
     for context, _ in contexts:
         request.token_ids[:] = context
-        proposal = proposer.propose([request], [8])
+        proposal = proposer.propose([request], RoundPlan([8]))
         yield proposal.token_ids[0, : proposal.counts[0]].tolist()

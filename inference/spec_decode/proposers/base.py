@@ -6,7 +6,7 @@ the prompt by `prefill`, of what a round keeps by `observe`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -15,10 +15,7 @@ from draftsmith.inference.kv_cache.ragged_cache import RaggedCache
 from draftsmith.inference.model_runner.compile_options import CompileOptions
 from draftsmith.inference.requests.request import Request
 from draftsmith.inference.spec_decode.proposal import Proposal
-
-# How sure the drafter is of its next draft, a probability per row, before it is drawn -> how many
-# more drafts are asked for, this one included.
-GoOn = Callable[[Sequence[float]], int]
+from draftsmith.inference.spec_decode.round_plan import RoundPlan
 
 
 class Proposer:
@@ -29,9 +26,9 @@ class Proposer:
     reads_features          the engine calls `prefill` and `observe`
     reads_logits            the engine calls `see_logits`
     drafts_trees            its proposals may have several tokens after one
-    go_on                   set by an adaptive draft length. A proposer that `stops_early` calls it
-                            before each depth is drawn; it drafts one depth after the other without
-                            waiting for a device. Others report `Proposal.confidence`.
+    stops_early             it drafts one depth after the other without waiting for a device, and
+                            asks a plan that reads confidences before each depth is drawn. Others
+                            report `Proposal.confidence`.
     cache                   its own keys and values, if it has any
     rows                    what it remembers of the request in each of the engine's rows
     """
@@ -41,7 +38,6 @@ class Proposer:
     reads_logits: bool = False
     drafts_trees: bool = False
     stops_early: bool = False
-    go_on: GoOn | None = None
     cache: RaggedCache | None = None
 
     def __init__(self, num_speculative_tokens: int) -> None:
@@ -53,10 +49,10 @@ class Proposer:
         """Nodes of its longest proposal, unverified included."""
         return self.num_speculative_tokens + self.num_unverified_tokens
 
-    def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> Proposal:
-        """Drafts at most limits[b] tokens, of a tree as many nodes, to follow the token_ids of each
-        request in rows 0..B-1; 0 is none in this round. A row's drafts and its use of its
-        generator must not depend on the other rows, but for the answers of `go_on`."""
+    def propose(self, requests: Sequence[Request], plan: RoundPlan) -> Proposal:
+        """Drafts at most plan.limits[b] tokens, of a tree as many nodes, to follow the token_ids of
+        each request in rows 0..B-1. A row's drafts and its use of its generator must not depend on
+        the other rows, but for the answers of `plan.go_on`."""
         raise NotImplementedError
 
     def prefill(

@@ -8,7 +8,7 @@ sampling parameters say."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING
 
@@ -28,7 +28,8 @@ from draftsmith.inference.sampling.sampler import (
 )
 from draftsmith.inference.spec_decode.logits import active_rows, process_chain_logits
 from draftsmith.inference.spec_decode.proposal import Proposal, padded
-from draftsmith.inference.spec_decode.proposers.base import GoOn, Proposer
+from draftsmith.inference.spec_decode.proposers.base import Proposer
+from draftsmith.inference.spec_decode.round_plan import RoundPlan
 from draftsmith.inference.spec_decode.tree_drafting import GROWTHS
 from draftsmith.inference.spec_decode.tree_shape import TreeShape
 from draftsmith.speculators.drafter import DraftInput
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
     from draftsmith.speculators.drafter import Drafter
     from draftsmith.speculators.target.frozen_target import FrozenTarget
 
+# logits [b, V_draft] of a depth -> its drafts [b], target ids
+Draw = Callable[[Tensor], Tensor]
 
 MAX_LOGIT = 6.0  # of a confidence
 # features that may wait beyond those of a round while nothing is drafted: the head reads them in
@@ -163,91 +166,133 @@ class HeadProposer(Proposer):
         return features
 
     @override
-    def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> Proposal:
+    def propose(self, requests: Sequence[Request], plan: RoundPlan) -> Proposal:
+        asks = plan.reads_confidence and self.stops_early
+        limits = plan.limits_asking if asks else plan.limits
         # of a chain its length, of a tree its nodes
         counts = [min(limit, self.num_speculative_tokens) for limit in limits]
-        rows = len(requests)
-        most = max(counts)
-        if not most:
+        if not any(counts):
             if max(self._unread(requests)) + self._depth + 1 > self._room:
                 self._drafter.append(self._take_waiting(requests))
-            return Proposal.empty(rows, self._device)
+            return Proposal.empty(len(requests), self._device)
         if self._tree is not None:
             return self._draft_tree(requests, counts, self._probabilistic)
-        chain = None
-        if self._probabilistic and not all(request.params.greedy for request in requests):
-            chain = _SampledChain(requests, counts, self._draft_to_target, self._device)
-        token_ids, confidence = self._draft_chain(requests, most, chain or self._best, self.go_on)
-        width = token_ids.shape[1]
-        if not width:
-            return Proposal.empty(rows, self._device)
-        q = None
-        if chain is not None:
-            q = scatter_to_target(chain.distributions(), self._draft_to_target, self._vocab_size)
-        counts = [min(count, width) for count in counts]
-        return Proposal(token_ids, counts, q, confidence=confidence)
+        return self._draft_chain(requests, counts, plan)
 
     @override
     def rehearse(self, requests: Sequence[Request], depth: int) -> bool:
-        rows, seen, waiting = len(requests), list(self._seen), list(self._waiting.counts)
+        rows = len(requests)
+        seen = list(self._seen)
+        waiting = list(self._waiting.counts)
         lengths = self.cache.lengths[:rows]
         if self._tree is not None:  # the whole tree
             self._draft_tree(requests, [self._tree.budget] * rows, probabilistic=False)
         else:
-            self._draft_chain(requests, depth, self._best)[0].tolist()
-        self._seen, self._waiting.counts = seen, waiting
+            inputs = self._take_waiting(requests)
+            drafted, _ = self._draft_all(inputs, requests, depth, self._best, confident=True)
+            for token_ids in drafted:
+                token_ids.tolist()  # waits for the device
+        self._seen = seen
+        self._waiting.counts = waiting
         for row, length in enumerate(lengths):
             self.cache.truncate(row, length)
         return True
 
-    def _unread(self, requests: Sequence[Request]) -> list[int]:
-        """Slots of each row whose token is known and which the drafter does not hold yet."""
-        first = self._drafter.traits.first_token
-        return [
-            len(request.token_ids) - first - seen for request, seen in zip(requests, self._seen)
-        ]
+    # ------------------------------------------------------------------ chains
 
     def _draft_chain(
-        self,
-        requests: Sequence[Request],
-        depth: int,
-        sample: Callable[[Tensor], Tensor],
-        go_on: GoOn | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Drafts a chain of up to `depth` tokens per row: token ids [b, d], d less than `depth` if
-        `go_on` ended it.
-
-        Where all depths are there at once, and on a GPU, where its answer would wait for the
-        device, `go_on` is not asked, and the proposal carries the confidences [b, depth]."""
+        self, requests: Sequence[Request], counts: Sequence[int], plan: RoundPlan
+    ) -> Proposal:
+        """Chains of at most counts[b] tokens, not all 0; shorter where the plan ends them."""
         inputs = self._take_waiting(requests)
-        plain = sample == self._best and self.go_on is None and not active_rows(requests)
-        if self._best_chain is not None and plain:
+        depth = max(counts)
+        sampled = None
+        if self._probabilistic and not all(request.params.greedy for request in requests):
+            sampled = _SampledChain(requests, counts, self._draft_to_target, self._device)
+        plain = sampled is None and not plan.reads_confidence and not active_rows(requests)
+        if plain and self._best_chain is not None:
             token_ids = self._best_chain(inputs)
             if token_ids is not None:
-                return token_ids[:, :depth], None
+                return Proposal(token_ids[:, :depth], list(counts))
+        draw = sampled or self._best
+        confidence = None
+        if plan.reads_confidence and self.stops_early:
+            drafted = self._draft_asking(inputs, requests, depth, draw, plan)
+        else:
+            drafted, confidences = self._draft_all(
+                inputs, requests, depth, draw, confident=plan.reads_confidence
+            )
+            if confidences:
+                confidence = torch.stack(confidences, 1)
+        if not drafted:
+            return Proposal.empty(len(requests), self._device)
+        q = None
+        if sampled is not None:
+            q = scatter_to_target(sampled.distributions(), self._draft_to_target, self._vocab_size)
+        counts = [min(count, len(drafted)) for count in counts]
+        return Proposal(torch.stack(drafted, 1), counts, q, confidence=confidence)
+
+    def _draft_asking(
+        self,
+        inputs: DraftInput,
+        requests: Sequence[Request],
+        depth: int,
+        draw: Draw,
+        plan: RoundPlan,
+    ) -> list[Tensor]:
+        """Drafts [b] of one depth after the other, until the plan wants no more: it is asked before
+        each draw, and its answer waits for the confidence."""
+        drafted: list[Tensor] = []
+        with closing(self._depths(inputs, requests, drafted, depth)) as depths:
+            for logits, predicted in depths:
+                further = plan.go_on(_confidence(logits, predicted).tolist())
+                if further:
+                    drafted.append(draw(logits))
+                if further <= 1:
+                    break
+        return drafted
+
+    def _draft_all(
+        self,
+        inputs: DraftInput,
+        requests: Sequence[Request],
+        depth: int,
+        draw: Draw,
+        *,
+        confident: bool,
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Drafts [b] of `depth` depths, and their confidences [b] if `confident`, else none. Waits
+        for no device."""
         drafted: list[Tensor] = []
         confidences: list[Tensor] = []
+        with closing(self._depths(inputs, requests, drafted, depth)) as depths:
+            for logits, predicted in depths:
+                if confident:
+                    confidences.append(_confidence(logits, predicted))
+                drafted.append(draw(logits))
+        return drafted, confidences
+
+    def _depths(
+        self, inputs: DraftInput, requests: Sequence[Request], drafted: list[Tensor], depth: int
+    ) -> Generator[tuple[Tensor, Tensor | None]]:
+        """Processed logits [b, V_draft] of one depth after the other, and the acceptance [b] that
+        the drafter predicts, a logit, if it predicts any. `drafted`: the tokens [b] of each depth
+        so far; the caller adds those of a depth before it asks for the next."""
         # a row's drafts must not depend on how many its neighbours may have
-        steps_made = self._depth if self._drafter.traits.whole_blocks else depth
-        with closing(self._drafter.draft_steps(inputs, steps_made)) as steps:
+        num_steps = self._depth if self._drafter.traits.whole_blocks else depth
+        with closing(self._drafter.draft_steps(inputs, num_steps)) as steps:
             for _ in range(depth):
                 step = steps.send(drafted[-1] if drafted else None)
                 logits = process_chain_logits(
                     step.logits, requests, drafted, self._draft_to_target, self._vocab_size
                 )
-                remaining = depth - len(drafted)  # further drafts, this one included
-                if go_on is not None:
-                    confidence = _confidence(logits, step.confidence)
-                    if self.stops_early:
-                        remaining = go_on(confidence.tolist())
-                    else:
-                        confidences.append(confidence)
-                if remaining:
-                    drafted.append(sample(logits))
-                if remaining <= 1:
-                    break
-        token_ids = torch.stack(drafted, 1) if drafted else torch.zeros(len(requests), 0).long()
-        return token_ids, torch.stack(confidences, 1) if confidences else None
+                yield logits, step.confidence
+
+    def _best(self, logits: Tensor) -> Tensor:
+        """[b, V_draft] -> [b] target ids."""
+        return to_target_ids(argmax(logits), self._draft_to_target)
+
+    # ------------------------------------------------------------------ trees
 
     def _draft_tree(
         self, requests: Sequence[Request], counts: Sequence[int], probabilistic: bool
@@ -260,6 +305,15 @@ class HeadProposer(Proposer):
         )
         self._drafter.draft_tree(self._take_waiting(requests), self._depth, growth)
         return growth.proposal()
+
+    # ------------------------------------------------------------------ rows
+
+    def _unread(self, requests: Sequence[Request]) -> list[int]:
+        """Slots of each row whose token is known and which the drafter does not hold yet."""
+        first = self._drafter.traits.first_token
+        return [
+            len(request.token_ids) - first - seen for request, seen in zip(requests, self._seen)
+        ]
 
     def _take_waiting(self, requests: Sequence[Request]) -> DraftInput:
         """All waiting features, which the drafter has read from now on."""
@@ -288,10 +342,6 @@ class HeadProposer(Proposer):
             features.get("last_hidden"),
             counts,
         )
-
-    def _best(self, logits: Tensor) -> Tensor:
-        """[b, V_draft] -> [b] target ids."""
-        return to_target_ids(argmax(logits), self._draft_to_target)
 
     @override
     def reset(self, row: int) -> None:
@@ -377,12 +427,12 @@ class _SampledChain:
         return torch.stack(self._q, dim=1)
 
 
-def _confidence(logits: Tensor, own: Tensor | None = None) -> Tensor:
-    """The drafter's largest probability [b]; not that of the draft, which was drawn by it. With a
-    confidence of its `own` [b], a logit, the mean log-odds of both as a probability, which predicts
-    acceptance better than either (docs/families/dflash.md)."""
+def _confidence(logits: Tensor, predicted: Tensor | None) -> Tensor:
+    """The drafter's largest probability [b]; not that of the draft, which was drawn by it. With an
+    acceptance [b] that the drafter predicts, a logit, the mean log-odds of both as a probability,
+    which predicts acceptance better than either (docs/families/dflash.md)."""
     largest = logits.float().softmax(-1).amax(-1)
-    if own is None:
+    if predicted is None:
         return largest
-    both = torch.stack([own, largest.logit()])
+    both = torch.stack([predicted, largest.logit()])
     return both.clamp(-MAX_LOGIT, MAX_LOGIT).mean(0).sigmoid()

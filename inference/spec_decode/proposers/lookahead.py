@@ -25,6 +25,7 @@ from draftsmith.inference.sampling.sampler import argmax
 from draftsmith.inference.spec_decode.proposal import Proposal, padded
 from draftsmith.inference.spec_decode.proposers.base import Proposer
 from draftsmith.inference.spec_decode.proposers.options import MethodOptions, option
+from draftsmith.inference.spec_decode.round_plan import RoundPlan
 from draftsmith.speculators.precision import on_device
 
 
@@ -121,19 +122,19 @@ class LookaheadProposer(Proposer):
         )
 
     @override
-    def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> Proposal:
+    def propose(self, requests: Sequence[Request], plan: RoundPlan) -> Proposal:
         drafts, parents, unverified = [], [], []
         for row, request in enumerate(requests):
             state = self._state(row, request)
             tokens, guessed_parents = merged(
                 state.pool.guesses(request.token_ids[-1]),
-                min(limits[row], self.num_speculative_tokens),
+                min(plan.limits[row], self.num_speculative_tokens),
                 self._n - 1,
             )
             window: tuple[list[int], list[int]] = ([], [])
             # a row that is not drafted for gathers nothing either; near the context limit there is
             # no node left
-            if limits[row] and request.draft_limit >= self._columns + self._n - 3:
+            if plan.limits[row] and request.draft_limit >= self._columns + self._n - 3:
                 window = state.window.tree(len(tokens))
             drafts.append(tokens + window[0])
             parents.append(guessed_parents + window[1])

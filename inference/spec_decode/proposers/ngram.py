@@ -20,6 +20,7 @@ from draftsmith.inference.spec_decode.proposal import Proposal
 from draftsmith.inference.spec_decode.proposers.base import Proposer
 from draftsmith.inference.spec_decode.proposers.options import MethodOptions, option
 from draftsmith.inference.spec_decode.proposers.suffix import SuffixIndex
+from draftsmith.inference.spec_decode.round_plan import RoundPlan
 
 
 class NgramIndex(SuffixIndex):
@@ -60,9 +61,9 @@ class NgramProposer(Proposer):
         self._device = device
 
     @override
-    def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> Proposal:
+    def propose(self, requests: Sequence[Request], plan: RoundPlan) -> Proposal:
         drafts, confidence = [], []
-        for row, (request, limit) in enumerate(zip(requests, limits, strict=True)):
+        for row, (request, limit) in enumerate(zip(requests, plan.limits, strict=True)):
             index = self.rows.setdefault(row, NgramIndex(*self._sizes))
             most = min(limit, self.num_speculative_tokens)
             drafts.append(index.lookup(request.token_ids, most))

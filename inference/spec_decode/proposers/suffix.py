@@ -21,6 +21,7 @@ from draftsmith.inference.requests.request import Request
 from draftsmith.inference.spec_decode.proposal import Proposal
 from draftsmith.inference.spec_decode.proposers.base import Proposer
 from draftsmith.inference.spec_decode.proposers.options import MethodOptions, option
+from draftsmith.inference.spec_decode.round_plan import RoundPlan
 
 END = -1  # before, between and after texts
 
@@ -124,11 +125,11 @@ class SuffixProposer(Proposer):
         self._num_served = 0
 
     @override
-    def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> Proposal:
+    def propose(self, requests: Sequence[Request], plan: RoundPlan) -> Proposal:
         for row in [row for row in self.rows if row >= len(requests)]:
             self.reset(row)
         drafts = []
-        for row, (request, limit) in enumerate(zip(requests, limits, strict=True)):
+        for row, (request, limit) in enumerate(zip(requests, plan.limits, strict=True)):
             _, text = self.rows.setdefault(row, (request, SuffixIndex()))
             text.extend(request.token_ids[len(text) :])
             drafts.append(self._draft(text, request, min(limit, self.num_speculative_tokens)))

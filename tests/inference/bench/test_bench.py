@@ -282,7 +282,7 @@ def drafts(advice, batch_size: int) -> int:
     config = parse_speculative_config({"method": "ngram"} | json.loads(json.dumps(advice)))
     schedule = config.num_speculative_tokens_per_batch_size
     policy = DraftLength(config.num_speculative_tokens, schedule)
-    return policy.limits([Row()] * batch_size)[0]
+    return policy.plan([Row()] * batch_size).limits[0]
 
 
 @settings(max_examples=60, deadline=None)

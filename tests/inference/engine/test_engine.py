@@ -224,8 +224,8 @@ def test_a_request_has_as_many_drafts_as_it_asks_for(kind, make_llm, monkeypatch
     llm = make_llm(kind, max_num_seqs=5)
     depths: dict[int, list[int]] = {i: [] for i in range(len(most))}
 
-    def look(requests, limits):
-        proposal = propose(requests, limits)
+    def look(requests, plan):
+        proposal = propose(requests, plan)
         drafted = zip(requests, proposal.depths(), proposal.counts, strict=True)
         for request, row, count in drafted:
             depths[request.params.seed].append(max(row[:count], default=0))

@@ -3,31 +3,27 @@ tests/lossless/test_draft_lengths.py."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import itertools
 
 import numpy as np
 import pytest
 import torch
 
 from draftsmith.inference import LLM, SamplingParams
+from draftsmith.inference.engine import round_costs
 from draftsmith.inference.entrypoints.loading import make_draft_length
 from draftsmith.inference.entrypoints.speculative_config import parse_speculative_config
-from draftsmith.inference.spec_decode import costs as costs_module
-from draftsmith.inference.spec_decode import draft_length as draft_length_module
-from draftsmith.inference.spec_decode.costs import SHARED_RATIO, RoundCosts
-from draftsmith.inference.spec_decode.draft_length import (
-    Acceptance,
-    AdaptiveDraftLength,
-    DraftLength,
-    RoundPlan,
-)
-from draftsmith.inference.spec_decode.proposal import Proposal
-from draftsmith.inference.spec_decode.proposers.base import Proposer
+from draftsmith.inference.spec_decode.acceptance import Acceptance
+from draftsmith.inference.spec_decode.costs import CostsBySize, RoundCosts, sizes_to_measure
+from draftsmith.inference.spec_decode.draft_length import AdaptiveDraftLength, DraftLength
+from draftsmith.inference.spec_decode.proposal import Kept, Proposal
+from draftsmith.inference.spec_decode.round_plan import AdaptivePlan, RoundPlan
 from draftsmith.speculators.errors import ConfigError
 from tests.support.cases import make
 from tests.support.draft_lengths import BLOCKS, CHEAP, DEAR, K, adaptive, stop_early
 from tests.support.drafters import FakeHead, random_eagle3
-from tests.support.engines import drafting_llm, ids_of, make_llm, proposer_of
+from tests.support.engines import drafting_llm, ids_of, make_llm, proposer_of, same_text
+from tests.support.errors import raises_at
 
 PROMPTS = [{"prompt_token_ids": [3 + (7 * i) % 50 for i in range(n)]} for n in (9, 1, 40, 9)]
 
@@ -49,33 +45,31 @@ class Rows:
 
     def __init__(self, length: AdaptiveDraftLength, rows: int = 1, early: bool = False) -> None:
         self.length, self.early, self.source = length, early, np.random.default_rng(0)
-        self.proposer = SimpleNamespace(stops_early=early, go_on=None)
-        self.length.attach(self.proposer, lambda rows, tokens: None)
         self.requests = [SimpleRequest() for _ in range(rows)]
         self.widths: list[int] = []
 
     def round(self, chance: list[float], sure: list[float] | None = None) -> int:
         """One round. chance: of acceptance, per row at every depth; or, with `sure`, of one row at
         each depth, whose confidences are these. Returns its width."""
-        limits = self.length.limits(self.requests)
-        tokens = torch.zeros(len(limits), max(limits), dtype=torch.long)
+        plan = self.length.plan(self.requests)
+        limits = plan.limits_asking if self.early else plan.limits
         confidence = None if sure is None else torch.tensor([sure[: max(limits)]])
         if self.early:
             width = 0
-            while width < max(limits) and (further := self.proposer.go_on([sure[width]])):
+            while width < max(limits) and (further := plan.go_on([sure[width]])):
                 width += 1
                 if further == 1:
                     break
-            counts = [width]
-        else:
-            proposal = Proposal(tokens, limits, confidence=confidence)
-            counts = self.length.settle(proposal).counts
-        accepted = []
+            limits, confidence = [width], None
+        tokens = torch.zeros(len(limits), max(limits), dtype=torch.long)
+        counts = plan.settle(Proposal(tokens, limits, confidence=confidence)).counts
+        kept = []
         for row, count in enumerate(counts):
             chances = [chance[row]] * count if sure is None else chance[:count]
             hits = [self.source.random() < p for p in chances]
-            accepted.append(hits.index(False) if False in hits else count)
-        self.length.learn(counts, accepted)
+            accepted = hits.index(False) if False in hits else count
+            kept.append(Kept(list(range(accepted)), [0] * (accepted + 1)))
+        plan.learn(kept)
         self.widths.append(max(counts))
         return max(counts)
 
@@ -151,14 +145,30 @@ def test_what_was_given_up_is_tried_again():
     assert acceptance.rates(K)[1] > 0.8
 
 
-def test_adaptive_length_without_a_plan_leaves_drafts_as_they_are():
-    length = adaptive(CHEAP)
-    proposal = Proposal(torch.zeros(1, 2, dtype=torch.long), [2])
-    assert length.settle(proposal) is proposal
-    length.learn([2], [1])
+def test_adaptive_length_without_room_plans_no_draft():
+    request = SimpleRequest()
+    request.most_drafts = 0
+    assert adaptive(CHEAP).plan([request]).limits == [0]
+
+
+def test_adaptive_length_without_costs_is_an_error():
+    with raises_at(ConfigError, "AdaptiveDraftLength"):
+        AdaptiveDraftLength(K).plan([SimpleRequest()])
 
 
 # ---------------------------------------------------------------------- in the engine
+
+
+def settled_proposals(monkeypatch, kind: type[RoundPlan]) -> list[Proposal]:
+    """Gets every proposal that plans of this kind settle from now on."""
+    settle, proposals = kind.settle, []
+
+    def watched(self, proposal):
+        proposals.append(proposal)
+        return settle(self, proposal)
+
+    monkeypatch.setattr(kind, "settle", watched)
+    return proposals
 
 
 @pytest.mark.parametrize("family", ["dspark", "dflash"])
@@ -167,10 +177,10 @@ def test_the_confidence_head_is_asked(family, model, monkeypatch):
     largest of q; of others the largest of q."""
     stop_early(monkeypatch, False)
     llm = llm_of(family, model, draft_length=adaptive(CHEAP))
-    drafter, length = llm.engine.proposer._drafter, llm.engine.draft_length
-    read, settle, states, proposals = drafter.read, length.settle, [], []
+    drafter = llm.engine.proposer._drafter
+    read, states = drafter.read, []
     monkeypatch.setattr(drafter, "read", lambda *of: states.append(read(*of)) or states[-1])
-    monkeypatch.setattr(length, "settle", lambda given: proposals.append(given) or settle(given))
+    proposals = settled_proposals(monkeypatch, AdaptivePlan)
     llm.generate(PROMPTS[0], SamplingParams(temperature=0, max_tokens=12), False)
     hidden = iter(states)
     for proposal in proposals:
@@ -188,12 +198,12 @@ class Irregular(DraftLength):
 
     rounds = 0
 
-    def limits(self, rows):
+    def plan(self, rows):
         self.rounds += 1
         if self.rounds % 29 < 24:
-            return [0] * len(rows)
+            return RoundPlan([0] * len(rows))
         lengths = [(self.rounds + row) % (K + 1) for row in range(len(rows))]
-        return [min(pair) for pair in zip(lengths, super().limits(rows), strict=True)]
+        return RoundPlan([min(pair) for pair in zip(lengths, self._room(rows), strict=True)])
 
 
 @pytest.mark.parametrize("rows", [1, 3])
@@ -202,11 +212,11 @@ def test_a_head_that_paused_has_seen_the_committed_text(rows, model, monkeypatch
     proposer, drafter = llm.engine.proposer, llm.engine.proposer._drafter
     propose, checked = proposer.propose, 0
 
-    def checking(requests, limits):
+    def checking(requests, plan):
         nonlocal checked
         before = list(proposer._seen)
-        proposal = propose(requests, limits)
-        if max(limits) or proposer._seen != before:
+        proposal = propose(requests, plan)
+        if max(plan.limits) or proposer._seen != before:
             for row, request in enumerate(requests):
                 ids = request.token_ids
                 assert proposer.cache.lengths[row] == len(ids) - 1
@@ -233,11 +243,11 @@ def test_rehearsing_leaves_no_trace(kind, model, monkeypatch):
     llm = llm_of(kind, model)
     propose = llm.engine.proposer.propose
 
-    def rehearsing(requests, limits):
+    def rehearsing(requests, plan):
         for depth in (0, 1, K):
             llm.engine.proposer.rehearse(requests, depth)
-            llm.engine.rehearse(len(requests), depth + 1)
-        return propose(requests, limits)
+            llm.engine.runner.rehearse(len(requests), depth + 1)
+        return propose(requests, plan)
 
     monkeypatch.setattr(llm.engine.proposer, "propose", rehearsing)
     assert ids_of(llm.generate(PROMPTS[1:3], params, False)) == expected
@@ -246,68 +256,80 @@ def test_rehearsing_leaves_no_trace(kind, model, monkeypatch):
 # ---------------------------------------------------------------------- measured costs
 
 
-@pytest.mark.parametrize("sizes", [range(1, 65), range(64, 0, -1), [64, 1, 8, 7, 9]], ids=str)
-def test_costs_of_a_batch_size_are_measured_at_one_that_is_near(sizes):
-    """A batch that fills or drains row by row never has the costs of its first size."""
-    costs, timed = RoundCosts(K), []
-    costs.attach(Proposer(K), lambda rows, tokens: timed.append(rows))
-    for size in sizes:
-        costs.of([SimpleRequest()] * size)
-        assert any(max(size / other, other / size) <= SHARED_RATIO for other in timed), size
-    assert len(set(timed)) < len(sizes) or len(sizes) < 10
+@pytest.mark.parametrize("most", [1, 2, 3, 8, 100])
+def test_sizes_to_measure_reach_all_rows_and_double_at_most(most):
+    sizes = sizes_to_measure(most)
+    assert sizes[0] == 1 and sizes[-1] == most
+    assert all(small < large <= 2 * small for small, large in itertools.pairwise(sizes))
+
+
+def test_costs_between_two_sizes_are_on_a_straight_line():
+    """Beyond the last they are those of the last; of one size alone, those of all."""
+    few, many = RoundCosts([10.0, 12.0], [0.0, 1.0]), RoundCosts([20.0, 40.0], [0.0, 3.0])
+    costs = CostsBySize({4: few, 8: many})
+    assert costs.of(4) == few and costs.of(8) == many
+    assert costs.of(7) == RoundCosts([17.5, 33.0], [0.0, 2.5])
+    assert costs.of(1) == few and costs.of(9) == many
+    assert CostsBySize({1: many}).of(64) == many
 
 
 @pytest.mark.parametrize("kind", ["fake", "eagle3", "ngram"])
 def test_costs_measured_in_an_engine_are_those_of_its_rounds(kind, model, monkeypatch):
     """Of 1 to K + 1 tokens and of 0 to K drafts, none below the one before; the text that goes on
     is as without."""
-    monkeypatch.setattr(costs_module, "MEASURING_SECONDS", 0.0)
+    monkeypatch.setattr(round_costs, "MEASURING_SECONDS", 0.0)
     length = AdaptiveDraftLength(K)
     if kind == "ngram":
         proposer = proposer_of("ngram", K)
         llm = make_llm(model, proposer=proposer, draft_length=length, max_num_seqs=3)
     else:
         llm = llm_of(kind, model, draft_length=length, max_num_seqs=3)
-    used = []
-
-    def planned(acceptance, room, verify, draft):
-        used.append((verify, draft))
-        return RoundPlan(acceptance, room, verify, draft)
-
-    monkeypatch.setattr(draft_length_module, "RoundPlan", planned)
-    params = SamplingParams(temperature=0, max_tokens=20)
-    texts = ids_of(llm.generate(PROMPTS, params, False))
-    assert texts == ids_of(llm.generate(PROMPTS, params, False, speculate=False))
-    for verify, draft in used:
+    assert length._costs is not None
+    for rows in (1, 2, 3):
+        verify, draft = length._costs.of(rows)
         assert len(verify) == len(draft) == K + 1
         assert 0 < verify[0] and verify == sorted(verify)
         assert draft[0] == 0 and draft == sorted(draft)
         assert (draft[1] > 0) == (kind != "ngram")
-    # of three rows, which two share, and of one
-    assert len({id(verify) for verify, _ in used}) == 2
+    same_text(llm, PROMPTS, 20)
 
 
-@pytest.mark.parametrize("rows", [1, 5])
-def test_warm_up_measures_costs_for_every_batch_size(rows, model, monkeypatch):
-    """No request waits for a measurement, and none is told what became of the drafts of others."""
-    monkeypatch.setattr(costs_module, "MEASURING_SECONDS", 0.0)
-    measure, timed = RoundCosts._measure, []
-    monkeypatch.setattr(
-        RoundCosts, "_measure", lambda *given: timed.append(len(given[1])) or measure(*given)
-    )
-    length = AdaptiveDraftLength(K)
-    llm = llm_of("eagle3", model, draft_length=length, max_num_seqs=rows)
+@pytest.mark.parametrize("length", [4, 40, None])
+def test_costs_are_measured_before_requests_and_never_in_one(length, model, monkeypatch):
+    """In rows of any length. A warm-up is told what became of its drafts, and requests are not."""
+    monkeypatch.setattr(round_costs, "MEASURING_SECONDS", 0.0)
+    timed, costs_of = [], round_costs._costs_of
+
+    def watched(runner, proposer, rows):
+        timed.append(len(rows))
+        return costs_of(runner, proposer, rows)
+
+    monkeypatch.setattr(round_costs, "_costs_of", watched)
+    policy = AdaptiveDraftLength(K)
+    llm = llm_of("eagle3", model, draft_length=policy, max_num_seqs=5, max_model_len=length)
+    assert timed == [1, 2, 4, 5]
+    assert not llm.engine.has_unfinished and not any(llm.engine.runner.cache.lengths)
     llm.warm_up()
-    assert timed and llm.get_metrics().num_drafts == 0
-    assert length._acceptance.rates(K) == Acceptance(K).rates(K)
-    timed.clear()
-    params = [SamplingParams(temperature=0, max_tokens=2 + 3 * i) for i in range(rows)]
-    llm.generate([PROMPTS[0]] * rows, params, False)  # of `rows` rows, and of one fewer each time
-    assert llm.get_metrics().num_drafts > 0 and not timed
+    assert llm.get_metrics().num_drafts == 0
+    assert policy._acceptance.rates(K) == Acceptance(K).rates(K)
+    params = [SamplingParams(temperature=0, max_tokens=2 + 3 * i) for i in range(5)]
+    llm.generate([PROMPTS[1]] * 5, params, False)  # of five rows, and of one fewer each time
+    assert llm.get_metrics().num_drafts > 0 and len(timed) == 4
 
 
-def test_warm_up_measures_nothing_where_costs_are_options():
-    assert adaptive(CHEAP).sizes_to_measure(8) == []
+def test_costs_are_those_of_drafting_after_rounds_without(model, monkeypatch):
+    """As in a warm-up, whose last rounds draft nothing."""
+    monkeypatch.setattr(round_costs, "MEASURING_SECONDS", 0.0)
+    policy = AdaptiveDraftLength(K)
+    llm = llm_of("eagle3", model, draft_length=policy, max_num_seqs=2)
+    llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=4), False, speculate=False)
+    round_costs.measure_costs(llm.engine)
+    same_text(llm, PROMPTS, 20)
+
+
+def test_costs_that_are_options_are_not_measured(model, monkeypatch):
+    monkeypatch.setattr(round_costs, "_costs_of", lambda *of: pytest.fail("they were measured"))
+    llm_of("eagle3", model, draft_length=adaptive(CHEAP))
 
 
 # ---------------------------------------------------------------------- options
@@ -320,26 +342,23 @@ def length_of(**options) -> DraftLength:
 
 def test_schedule_by_batch_size():
     length = length_of(num_speculative_tokens_per_batch_size=[[2, 4, 2], [8, 64, 0]])
-    lengths = [max(length.limits([SimpleRequest()] * size)) for size in (1, 2, 4, 6, 8, 100)]
+    sizes = (1, 2, 4, 6, 8, 100)
+    lengths = [max(length.plan([SimpleRequest()] * size).limits) for size in sizes]
     assert lengths == [K, 2, 2, 2, 0, 0]
     capped = length_of(
         enable_adaptive_verification=True,
         adaptive_verification_costs=CHEAP,
         num_speculative_tokens_per_batch_size=[[1, 1, 1]],
     )
-    capped.attach(SimpleNamespace(stops_early=False), lambda rows, tokens: None)
-    assert capped.limits([SimpleRequest()]) == [1]
+    assert capped.plan([SimpleRequest()]).limits == [1]
 
 
 @pytest.mark.parametrize("family", ["dspark", "dflash"])
 def test_a_schedule_cuts_blocks_and_changes_no_draft(family, model, monkeypatch):
     drafted = []
     for most in (K, 2):
-        length, seen = DraftLength(K, [(1, 8, most)]), []
-        llm = llm_of(family, model, draft_length=length)
-        monkeypatch.setattr(
-            length, "settle", lambda proposal, seen=seen: seen.append(proposal) or proposal
-        )
+        llm = llm_of(family, model, draft_length=DraftLength(K, [(1, 8, most)]))
+        seen = settled_proposals(monkeypatch, RoundPlan)
         llm.generate(PROMPTS[0], SamplingParams(temperature=0, max_tokens=14), False)
         assert {proposal.width for proposal in seen[:-2]} == {most}
         drafted.append(seen[0].token_ids[:, :2].tolist())

@@ -14,6 +14,7 @@ from draftsmith.inference.spec_decode.proposers.lookahead import (
     LookaheadProposer,
     merged,
 )
+from draftsmith.inference.spec_decode.round_plan import RoundPlan
 from tests.support.engines import make_llm
 
 LIMIT = 120
@@ -135,11 +136,11 @@ def test_the_prompt_s_ngrams_are_guesses_from_the_first_round():
     request = request_of([1, 2, 3, 4, 1, 2, 5, 6, 1])
     proposer = proposer_of(2, 3, guesses=4, from_prompt=True)
     proposer.reset(0)
-    proposal = proposer.propose([request], [request.draft_limit])
+    proposal = proposer.propose([request], RoundPlan([request.draft_limit]))
     drafts = proposal.token_ids[0, : proposal.counts[0]].tolist()
     assert drafts == [2, 5, 3] and proposal.parents[0][:3] == [-1, 0, 0]
     request.commit([2])
-    assert proposer.propose([request], [1]).counts == [1]  # the latest of 5 and 3
+    assert proposer.propose([request], RoundPlan([1])).counts == [1]  # the latest of 5 and 3
     plain = proposer_of(2, 3, guesses=4)
     plain.reset(0)
-    assert plain.propose([request], [9]).counts == [0]
+    assert plain.propose([request], RoundPlan([9])).counts == [0]

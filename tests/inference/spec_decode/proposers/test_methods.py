@@ -24,10 +24,10 @@ from draftsmith.train.cli import app
 class RepeatProposer(Proposer):
     """Drafts the last token again and again."""
 
-    def propose(self, requests, limits) -> Proposal:
+    def propose(self, requests, plan) -> Proposal:
         drafts = [
             [request.token_ids[-1]] * min(limit, self.num_speculative_tokens)
-            for request, limit in zip(requests, limits, strict=True)
+            for request, limit in zip(requests, plan.limits, strict=True)
         ]
         return Proposal.deterministic(drafts, "cpu")
 

@@ -9,6 +9,7 @@ import pytest
 from draftsmith.inference.requests.request import Request
 from draftsmith.inference.sampling_params import SamplingParams
 from draftsmith.inference.spec_decode.proposers.ngram import NgramIndex, NgramOptions
+from draftsmith.inference.spec_decode.round_plan import RoundPlan
 
 
 def by_search(text: list[int], min_n: int, max_n: int, count: int) -> list[int]:
@@ -53,10 +54,10 @@ def test_rows_have_their_own_counts_limits_and_survive_moves():
     rows = [request([1, 2, 3, 1, 2]), request([5, 6, 7]), request([8, 9, 8, 9])]
     for row in range(3):
         proposer.reset(row)
-    proposal = proposer.propose(rows, [4, 4, 2])
+    proposal = proposer.propose(rows, RoundPlan([4, 4, 2]))
     assert proposal.counts == [4, 0, 2] and proposal.q is None
     assert proposal.token_ids.tolist() == [[3, 1, 2, 3], [0] * 4, [8, 9, 0, 0]]
     proposer.move(2, 0)
     rows[2].token_ids += [1, 8, 9]
-    assert proposer.propose([rows[2], rows[1]], [1, 1]).token_ids.tolist() == [[1], [0]]
-    assert proposer.propose([rows[2]], [3]).token_ids.tolist() == [[1, 8, 9]]
+    assert proposer.propose([rows[2], rows[1]], RoundPlan([1, 1])).token_ids.tolist() == [[1], [0]]
+    assert proposer.propose([rows[2]], RoundPlan([3])).token_ids.tolist() == [[1, 8, 9]]

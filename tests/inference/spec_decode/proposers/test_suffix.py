@@ -11,6 +11,7 @@ import pytest
 from draftsmith.inference.requests.request import Request
 from draftsmith.inference.sampling_params import SamplingParams
 from draftsmith.inference.spec_decode.proposers.suffix import SuffixOptions, SuffixProposer
+from draftsmith.inference.spec_decode.round_plan import RoundPlan
 
 
 def occurrences(texts, depth) -> Counter:
@@ -92,7 +93,7 @@ def test_drafts_are_those_of_the_definition(options, vocabulary):
         for _ in range(12):
             row.token_ids += source.choice(phrases + served[-1:])[:9]
             limit = source.randint(1, 9)
-            proposal = proposer.propose([row], [limit])
+            proposal = proposer.propose([row], RoundPlan([limit]))
             assert proposal.token_ids[0].tolist() == by_counting(
                 row.token_ids, held, options, min(limit, 8)
             )
@@ -103,7 +104,7 @@ def test_drafts_are_those_of_the_definition(options, vocabulary):
 
 
 def drafts_of(proposer, *requests) -> list[list[int]]:
-    proposal = proposer.propose(requests, [9] * len(requests))
+    proposal = proposer.propose(requests, RoundPlan([9] * len(requests)))
     return [
         row[:count] for row, count in zip(proposal.token_ids.tolist(), proposal.counts, strict=True)
     ]
@@ -152,7 +153,7 @@ def test_confidence_grows_with_what_was_seen():
     confidences = []
     for text in ([1, 2, 3, 9, 1, 2], [1, 2, 3, 9] * 3 + [1, 2], [9, 1, 2, 3, 9, 1, 2, 4, 9, 1, 2]):
         proposer.reset(0)
-        proposal = proposer.propose([request(text)], [1])
+        proposal = proposer.propose([request(text)], RoundPlan([1]))
         assert proposal.token_ids.shape == proposal.confidence.shape == (1, 1)
         confidences.append(float(proposal.confidence))
     assert 0 < confidences[2] < confidences[0] < confidences[1] < 1
