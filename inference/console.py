@@ -91,9 +91,9 @@ def announce(activity: Activity, name: str) -> None:
 
 
 def run_alone(name: str, register: Callable[[typer.Typer], object]) -> None:
-    """Runs one command of `draftsmith`, which `register` adds to a command line, with the arguments
-    of this process."""
+    """Runs one command, which `register` adds to a command line, with the arguments of this
+    process. `name`: what the user calls it by."""
     app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
     register(app)
-    with user_errors(), supervised(f"draftsmith {name}"):
-        app(prog_name=f"draftsmith {name}")
+    with user_errors(), supervised(name):
+        app(prog_name=name)

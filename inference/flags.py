@@ -129,11 +129,13 @@ def _option(name: str, field: FieldInfo, schema: dict[str, Any]) -> Any:
 
 
 def _help(field: FieldInfo, kind: Kind) -> str:
-    """The description of a field, and its default where there is a value to show."""
+    """The description of a field, and its default where there is one to show."""
     text = field.description or ""
     if kind is KINDS["array"]:
         text += "; may be repeated"
-    default = None if field.is_required() else field.get_default()
+    if field.is_required():
+        return f"{text} (required)"
+    default = field.get_default()
     if isinstance(default, tuple):
         default = ",".join(map(str, default))
     if default not in (None, "", {}) and not isinstance(default, bool):

@@ -12,12 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
+from pydantic import BaseModel, ConfigDict, Field, FilePath, PositiveInt
 from transformers.utils.logging import disable_progress_bar
 
-from draftsmith.inference.console import supervised, user_errors
+from draftsmith.inference import flags
+from draftsmith.inference.console import run_alone
+from draftsmith.inference.engine_options import option
 from draftsmith.inference.entrypoints.prompts import Prompt, chat_prompts, read_prompts
 from draftsmith.inference.entrypoints.vllm_options import NGRAM
 from draftsmith.inference.evaluation.demo_prompts import demo_prompts
@@ -27,93 +30,106 @@ from draftsmith.inference.whole_file import check_writable
 from draftsmith.speculators.errors import ConfigError
 from draftsmith.speculators.export.layouts.base import NUM_SPECULATIVE_TOKENS
 
-Option = typer.Option
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+RESULTS = Path("inference_results_with_speculative.json")  # as the scripts of guides call it
 
 
-@app.command()
-def main(
-    model: Annotated[str, Option(help="Target: folder or repository id.")],
-    speculative_model: Annotated[
-        str, Option(help="Drafter: folder or repository id; none: only ngram.")
-    ] = "",
-    num_speculative_tokens: Annotated[
-        int | None,
-        Option(min=1, help="Drafts per round; by default what the drafter was made for, or 5."),
-    ] = None,
-    ngram_prompt_lookup_max: Annotated[
-        int, Option(min=1, help="ngram: longest match looked for.")
-    ] = 3,
-    demo: Annotated[str, Option(help="The prompts: en (or te), zh (or tc), chat.")] = "en",
-    template: Annotated[
-        Path | None,
-        Option(
-            exists=True, help="Chat template instead of the tokenizer's; makes texts a user's turn."
-        ),
-    ] = None,
-    max_tokens: Annotated[int, Option(min=1, help="Longest response.")] = 128,
-    temperature: Annotated[float, Option(help="0 is greedy; above, texts are not compared.")] = 0.0,
-    seed: Annotated[int, Option(help="Of the first response, at temperatures above 0.")] = 0,
-    repeats: Annotated[int, Option(min=1, help="Timed passes of each; medians count.")] = 3,
-    max_num_seqs: Annotated[int, Option(min=1, help="Responses at the same time.")] = 1,
-    max_model_len: Annotated[int | None, Option(help="Longest prompt and response.")] = None,
-    device: Annotated[
-        str | None, Option(help="cpu, cuda, ...; default: the accelerator, else cpu.")
-    ] = None,
-    dtype: Annotated[str, Option(help="Precision of the target; auto: its own.")] = "auto",
-    tensor_parallel_size: Annotated[int, Option(help="As in vLLM; one device is used.")] = 1,
-    gpu_memory_utilization: Annotated[float, Option(help="As in vLLM.")] = 0.9,
-    trust_remote_code: Annotated[
-        bool, Option("--trust-remote-code", help="Run the repository's code.")
-    ] = False,
-    enforce_eager: Annotated[bool, Option("--enforce-eager", help="As in vLLM.")] = False,
-    save_output: Annotated[Path, Option(help="JSON file to write.")] = Path(
-        "inference_results_with_speculative.json"
-    ),
-) -> None:
-    """Run the prompts of a demo with and without drafting. Exit code 1: greedy responses differ by
-    more than a tie."""
-    arguments = dict(locals())
-    if save_output.suffix != ".json":
-        raise ConfigError("must end in .json", where=f"--save-output {save_output}")
-    check_writable("--save-output", save_output)
-    texts, chats = demo_prompts(demo)
+class OfflineOptions(BaseModel):
+    """Run built-in prompts with and without drafting, and compare times and texts. Exit code 1:
+    texts at temperature 0 differ by more than a tie."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    model: str = Field(description="the model that writes: folder or repository id")
+    speculative_model: str = option(
+        "", "the drafter: folder or repository id; default: none, and n-grams alone draft"
+    )
+    num_speculative_tokens: PositiveInt | None = option(
+        None,
+        "tokens drafted per round; default: what the drafter was made for, of n-grams"
+        f" {NUM_SPECULATIVE_TOKENS}",
+    )
+    ngram_prompt_lookup_max: PositiveInt = option(
+        3, "tokens at the end of the text that n-grams look for earlier in it, at most"
+    )
+    demo: str = option(
+        "en", "the prompts: en or te: English; zh or tc: Chinese; chat: conversations"
+    )
+    template: FilePath | None = option(
+        None,
+        "file of a chat template, in place of the tokenizer's; the texts of en and zh are then what"
+        " a user says",
+    )
+    max_tokens: PositiveInt = option(128, "most tokens of a response")
+    temperature: float = option(0.0, "0 is greedy; above it texts are not compared")
+    seed: int = option(0, "of the first response, at temperatures above 0; others count on")
+    repeats: PositiveInt = option(3, "timed passes of each method, whose medians count")
+    max_num_seqs: PositiveInt = option(1, "responses written at the same time")
+    max_model_len: int | None = option(
+        None, "most tokens of a prompt and its response together; default: the model's limit"
+    )
+    device: str | None = option(None, "cpu, cuda, cuda:1, …; default: the accelerator, else cpu")
+    dtype: str = option(
+        "auto", "precision of the model: float32, bfloat16 or float16; auto: the checkpoint's"
+    )
+    tensor_parallel_size: int = option(1, "taken from vLLM's commands without effect")
+    gpu_memory_utilization: float = option(0.9, "taken from vLLM's commands without effect")
+    trust_remote_code: bool = option(False, "run Python code of the model's repository")
+    enforce_eager: bool = option(False, "do not compile rounds, whatever the device")
+    save_output: Path = option(RESULTS, "JSON file to write")
+
+
+def register(app: typer.Typer) -> None:
+    """Adds `offline` to a command line."""
+    flags.register(app, "offline", OfflineOptions, run)
+
+
+def run(values: flags.Values, _: Sequence[str] = ()) -> None:
+    """Compares the methods. Exit code 1: greedy responses differ by more than a tie."""
+    options = flags.validated(OfflineOptions, "offline", values)
+    if options.save_output.suffix != ".json":
+        raise ConfigError("must end in .json", where=f"--save-output {options.save_output}")
+    check_writable("--save-output", options.save_output)
+    texts, chats = demo_prompts(options.demo)
     disable_progress_bar()
     same = compare_methods(
-        model,
-        _methods(speculative_model, num_speculative_tokens, ngram_prompt_lookup_max),
-        lambda tokenizer: as_prompts(texts, chats, tokenizer, template),
-        SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=seed),
-        repeats=repeats,
-        title=demo,
-        saved=save_output,
-        arguments=arguments,
-        dtype=dtype,
-        device=device,
-        max_num_seqs=max_num_seqs,
-        max_model_len=max_model_len,
-        tensor_parallel_size=tensor_parallel_size,
-        gpu_memory_utilization=gpu_memory_utilization,
-        trust_remote_code=trust_remote_code,
-        enforce_eager=enforce_eager or None,
+        options.model,
+        _methods(options),
+        lambda tokenizer: as_prompts(texts, chats, tokenizer, options.template),
+        SamplingParams(
+            temperature=options.temperature, max_tokens=options.max_tokens, seed=options.seed
+        ),
+        repeats=options.repeats,
+        title=options.demo,
+        saved=options.save_output,
+        arguments=options.model_dump(),
+        dtype=options.dtype,
+        device=options.device,
+        max_num_seqs=options.max_num_seqs,
+        max_model_len=options.max_model_len,
+        tensor_parallel_size=options.tensor_parallel_size,
+        gpu_memory_utilization=options.gpu_memory_utilization,
+        trust_remote_code=options.trust_remote_code,
+        enforce_eager=options.enforce_eager or None,
     )
     if not same:
         raise typer.Exit(1)
 
 
-def _methods(drafter: str, tokens: int | None, longest_match: int) -> dict[str, dict[str, Any]]:
+def _methods(options: OfflineOptions) -> dict[str, dict[str, Any]]:
     """Name of a method -> its speculative_config."""
     methods: dict[str, dict[str, Any]] = {}
-    k = tokens or NUM_SPECULATIVE_TOKENS
+    drafter = options.speculative_model
+    usual = options.num_speculative_tokens or NUM_SPECULATIVE_TOKENS
     if drafter:
-        drafts = k if drafter in NGRAM else tokens  # of a trained one its config.json says it
+        # a trained drafter's config.json says how many it was made for
+        tokens = usual if drafter in NGRAM else options.num_speculative_tokens
         methods["speculative"] = {"model": drafter}
-        if drafts:
-            methods["speculative"]["num_speculative_tokens"] = drafts
+        if tokens:
+            methods["speculative"]["num_speculative_tokens"] = tokens
     methods["ngram"] = {
         "method": "ngram",
-        "num_speculative_tokens": k,
-        "prompt_lookup_max": longest_match,
+        "num_speculative_tokens": usual,
+        "prompt_lookup_max": options.ngram_prompt_lookup_max,
     }
     return methods
 
@@ -134,5 +150,4 @@ def as_prompts(
 
 
 if __name__ == "__main__":
-    with user_errors(), supervised("offline"):
-        app()
+    run_alone("python -m draftsmith.inference.offline", register)

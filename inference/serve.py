@@ -4,4 +4,4 @@ from draftsmith.inference.console import run_alone
 from draftsmith.inference.server.serve_command import register
 
 if __name__ == "__main__":
-    run_alone("serve", register)
+    run_alone("draftsmith serve", register)

@@ -88,7 +88,7 @@ def schema(
     ] = "eagle3",
     as_json: AsJson = False,
 ) -> None:
-    """Every key of a recipe: what it takes, its default, and why."""
+    """Print the keys of a recipe. Of each: what it takes, its default, and what it is for."""
     from draftsmith.train.recipe.recipe import describe_schema
 
     rows = [row for row in describe_schema(family) if row.name.startswith(section)]
@@ -112,13 +112,16 @@ def generate(
     model: Model,
     speculative_config: Annotated[
         str,
-        typer.Option(metavar="JSON", help="How to draft, as in vLLM; without it drafting is off."),
+        typer.Option(
+            metavar="JSON",
+            help='How to draft, such as {"model": "DRAFTER"}; default: drafting is off.',
+        ),
     ] = "",
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest response.")] = 256,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     dtype: Precision = "auto",
 ) -> None:
-    """Answer one prompt, streaming the text, and say what drafting gained."""
+    """Answer one prompt, and say what drafting gained. The text is printed as it is written."""
     from transformers.utils.logging import disable_progress_bar
 
     from draftsmith.inference import LLM, SamplingParams

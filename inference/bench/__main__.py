@@ -3,4 +3,4 @@
 from draftsmith.inference.bench.bench_command import register
 from draftsmith.inference.console import run_alone
 
-run_alone("bench", register)
+run_alone("draftsmith bench", register)

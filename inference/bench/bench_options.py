@@ -23,49 +23,91 @@ from draftsmith.inference.flags import CommaSeparated, JsonObject
 
 
 class BenchOptions(BaseModel):
-    """Measure how fast a server answers, and what drafting gains."""
+    """Measure how fast a server answers. With --baseline-url also what drafting gains, at rising
+    concurrency, and which number of drafts pays. Options are those of `vllm bench serve`; the last
+    four are of the comparison. Exit code 1: a request failed."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    base_url: tuple[str, ...] = option((), "the server, in place of --host and --port")
-    host: str = "127.0.0.1"
-    port: int = 8000
-    backend: Literal["openai", "vllm", "openai-chat"] | None = option(
-        None, "openai, vllm: completions, the default of random; openai-chat: chats, of the others"
+    base_url: tuple[str, ...] = option(
+        (),
+        "address of the server, such as http://127.0.0.1:8000, in place of --host and --port;"
+        " several with --baseline-url only",
     )
-    model: str | None = option(None, "name of the model; default: the server's first")
-    tokenizer: str | None = option(None, "of random; folder or id; default: the model's")
-    trust_remote_code: bool = option(False, "run the tokenizer repository's code")
+    host: str = option("127.0.0.1", "host of the server")
+    port: int = option(8000, "port of the server")
+    backend: Literal["openai", "vllm", "openai-chat"] | None = option(
+        None,
+        "what the server is sent: openai, vllm: texts to go on with (/v1/completions);"
+        " openai-chat: conversations (/v1/chat/completions); default: openai for --dataset-name"
+        " random, openai-chat for the others",
+    )
+    model: str | None = option(
+        None, "name by which the server knows its model; default: the first that it serves"
+    )
+    tokenizer: str | None = option(
+        None,
+        "folder or repository id of a tokenizer, from which --dataset-name random draws its tokens;"
+        " default: --model",
+    )
+    trust_remote_code: bool = option(False, "run Python code of the tokenizer's repository")
 
     dataset_name: str = Field(
-        description=f"random: for load only; custom: a file of yours; or {', '.join(SUITES)}"
+        description="prompts to send: random: drawn tokens, for load alone, since acceptance on"
+        " them says nothing; custom: a file of yours; or those of a benchmark:"
+        f" {', '.join(SUITES)}"
     )
-    dataset_path: str | None = option(None, "JSONL of custom (prompt or messages) or of a suite")
-    num_prompts: PositiveInt = option(1000, "requests; a shorter file is repeated")
-    seed: int = option(0, "of prompts, arrivals and sampling")
-    output_len: PositiveInt = option(256, "most tokens of an answer")
-    random_input_len: PositiveInt = option(1024, "tokens")
-    random_output_len: PositiveInt = option(128, "tokens")
+    dataset_path: str | None = option(
+        None,
+        "file of the prompts, a JSON object a line: of custom with `prompt`, a text, or `messages`,"
+        " a conversation; of a benchmark as it is published",
+    )
+    num_prompts: PositiveInt = option(
+        1000, "requests to send; the prompts of a file with fewer are repeated"
+    )
+    seed: int = option(0, "of the order of prompts, their arrival, and sampling")
+    output_len: PositiveInt = option(256, "most tokens of an answer, but of random")
+    random_input_len: PositiveInt = option(1024, "tokens of each random prompt")
+    random_output_len: PositiveInt = option(128, "tokens of each answer to a random prompt")
 
-    request_rate: PositiveFloat = option(math.inf, "requests/s; inf: all at once")
-    max_concurrency: PositiveInt | None = option(None, "most running requests; the others wait")
-    temperature: float | None = option(None, "default: the server's")
-    ignore_eos: bool = option(False, "write all tokens up to the limit; random always does")
-    extra_body: JsonObject = option({}, "added to every request, such as its top_p")
+    request_rate: PositiveFloat = option(
+        math.inf, "requests per second, on average, at random times; inf: all at once"
+    )
+    max_concurrency: PositiveInt | None = option(
+        None, "most requests under way at a time; the others wait; default: no limit"
+    )
+    temperature: float | None = option(
+        None, "sampling temperature of the answers; 0 is greedy; default: the server's"
+    )
+    ignore_eos: bool = option(
+        False,
+        "do not end an answer where the model would, but at the most tokens; random always does",
+    )
+    extra_body: JsonObject = option(
+        {}, "fields that are added to every request, such as '{\"top_p\": 0.9}'"
+    )
 
-    save_result: bool = option(False, "as JSON, with vLLM's fields")
-    result_dir: str = option(".", "folder of bench.json and comparison.json")
+    save_result: bool = option(
+        False, "write the result to bench.json, with vLLM's names; a comparison is always written"
+    )
+    result_dir: str = option(".", "folder of bench.json, and of comparison.json")
 
     baseline_url: str | None = option(
-        None, "a server without drafting: compare those of --base-url with it, in turn"
+        None,
+        "address of a server of the same model that does not draft; servers of --base-url are"
+        " compared with it, in turn",
     )
     draft_lengths: Annotated[tuple[NonNegativeInt, ...], CommaSeparated] = option(
-        (), "every K to ask the server for (draftsmith serve); default: its own"
+        (),
+        "numbers of drafts per round to compare, such as 2,4,8: `draftsmith serve` takes one with"
+        " each request; default: what each server has",
     )
     concurrencies: Annotated[tuple[PositiveInt, ...], CommaSeparated] = option(
-        (1, 2, 4, 8), "levels of concurrency"
+        (1, 2, 4, 8), "numbers of requests under way at which the servers are compared"
     )
-    repeats: PositiveInt = option(1, "of every measurement; a gain's range is over them")
+    repeats: PositiveInt = option(
+        1, "times that each measurement of a comparison is made; a gain's range is over them"
+    )
 
     @property
     def url(self) -> str:

@@ -3,4 +3,4 @@
 from draftsmith.inference.console import run_alone
 from draftsmith.inference.server.serve_command import register
 
-run_alone("serve", register)
+run_alone("draftsmith serve", register)

@@ -50,46 +50,59 @@ class ServerOptions(BaseModel):
         None, "file of a chat template, or the template itself; default: the tokenizer's"
     )
     default_chat_template_kwargs: JsonObject = option(
-        {}, "variables of the chat template, where a request does not set them"
+        {},
+        "variables of the chat template, where a request does not set them, such as"
+        " '{\"enable_thinking\": false}'",
     )
     sampling_defaults: dict[str, Any] = Field({}, exclude=True)  # no flag: of generation_config
     api_key: Annotated[tuple[str, ...], AfterValidator(_sendable)] = option(
         (),
-        "a key that clients must send, for all but / and /health; default:"
-        " $DRAFTSMITH_API_KEY, and without it none",
+        "key that clients must send, as `Authorization: Bearer KEY`, for all but / and /health;"
+        " default: $DRAFTSMITH_API_KEY; without it no key is asked for",
     )
     max_num_queued_reqs: int = option(
-        256, "responses that may wait for a place; beyond them the answer is 429", ge=0
+        256,
+        "responses that may wait until one of --max-num-seqs has ended; beyond them the answer is"
+        " 429",
+        ge=0,
     )
     max_request_bytes: int = option(
-        8 * 1024**2, "bytes that a request may have; beyond them the answer is 413", ge=1
+        8 * 1024**2, "bytes of a request's body; beyond them the answer is 413", ge=1
     )
     max_logprobs: int = option(
-        20, "most log-probabilities of a token that a request may ask for; -1: all", ge=-1
+        20,
+        "most tokens whose log-probabilities a request may ask for at each place; -1: all of the"
+        " vocabulary",
+        ge=-1,
     )
     shutdown_timeout_s: int = option(
-        20, "seconds after SIGTERM for requests that are running", ge=0
+        20, "seconds that running requests are given to end after SIGTERM", ge=0
     )
     per_request_spec_decode_metrics: SpecDecodeDetail = option(
-        "none", "what an answer says of its own acceptance, where the request does not ask"
+        "none",
+        "what an answer says of the drafts that were accepted for it, where the request does not"
+        " ask: nothing, totals, or totals and every round",
     )
 
 
 class ServeFlags(EngineOptions, ServerOptions):
-    """Serve a target and its drafter over HTTP, for OpenAI's clients; flags are vLLM's."""
+    """Serve a model and its drafter for OpenAI's clients. Options are those of `vllm serve`; those
+    of vLLM's that change no output here are taken without effect, and others are errors."""
 
     served_model_name: tuple[str, ...] = option(
-        (), "name that clients call the model by; default: --model"
+        (), "name by which clients ask for the model; default: that of --model"
     )
     model: str = option(
-        "", "the target: folder or repository id; may also come first, without --model"
+        "",
+        "the model to serve, which is the target of drafting: folder or repository id; it may also"
+        " come first, without --model",
     )
-    host: str = option("127.0.0.1", "address to listen on; 0.0.0.0: every one of the machine")
+    host: str = option("127.0.0.1", "address to listen on; 0.0.0.0: every address of the machine")
     port: int = option(8000, "port to listen on; 0: any free one", ge=0, le=65535)
     generation_config: Literal["auto", "vllm"] = option(
         "auto",
-        "sampling parameters that a request leaves out: auto: as generation_config.json of the"
-        " model has them; vllm: neutral ones",
+        "values of sampling parameters that a request leaves out: auto: those in the model's"
+        " generation_config.json; vllm: temperature 1, and no other restriction",
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from draftsmith.inference import LLM, SamplingParams
@@ -15,11 +16,13 @@ from draftsmith.inference.evaluation.side_by_side import (
     compare_methods,
     repeats_itself,
 )
-from draftsmith.inference.offline import app
+from draftsmith.inference.offline import register
 from draftsmith.speculators.errors import ConfigError
 
 
 def run(*arguments: str):
+    app = typer.Typer()
+    register(app)
     return CliRunner().invoke(app, list(arguments))
 
 

@@ -41,8 +41,8 @@ def export(
         typer.Option(help="A target's folder: OUT is its copy with the MTP module of SOURCE."),
     ] = None,
 ) -> None:
-    """Export the best checkpoint of a run, or convert a drafter to another format. --model names
-    the target where the drafter does not."""
+    """Write a drafter as a folder that engines load. It is the best checkpoint of a run, or a
+    drafter that is converted to another format."""
     from draftsmith.speculators.export import read_drafter_config, read_fields
     from draftsmith.speculators.export.convert import convert, write_back
     from draftsmith.train.pipeline.export_stage import reexport
@@ -87,8 +87,8 @@ def inspect(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show a drafter, its faults, and the engines' reactions to each of them; with --model it is
-    held to that target. Exit code 1: there are faults."""
+    """Show what a drafter is, and its faults. Each fault comes with what the engines do about it;
+    with --model the drafter is also compared with that target. Exit code 1: there are faults."""
     from draftsmith.speculators.export.inspection import inspect_folder
 
     if drafter in TRAINING_FREE and not Path(drafter).is_dir():
@@ -167,8 +167,8 @@ def push(
         bool, typer.Option("--dry-run", help="List what would be sent and print the card.")
     ] = False,
 ) -> None:
-    """Upload a drafter with a card from its acceptance report; again, it sends only what is
-    missing."""
+    """Upload a drafter to the Hub, with a model card. The card is written from its acceptance
+    report. The same command goes on with an upload that was stopped."""
     from draftsmith.speculators.export.upload import Destination
     from draftsmith.train.pipeline.publish import CARD, PushOptions, assemble
     from draftsmith.train.pipeline.publish import push as upload

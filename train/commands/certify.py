@@ -27,7 +27,7 @@ EXIT_CODES = {"lossless": 0, "lossy": 1, "undecided": 3}
 class CertifyOptions:
     """What `draftsmith certify` takes."""
 
-    url: Annotated[str, typer.Argument(help="The server that drafts; it must return token ids.")]
+    url: Annotated[str, typer.Argument(help="Address of the server that drafts.")]
     baseline: Annotated[
         str,
         typer.Option(
@@ -38,22 +38,25 @@ class CertifyOptions:
         Path | None,
         typer.Option(help="JSONL with `prompt`, a text; default: a few built-in texts."),
     ] = None
-    max_tokens: Annotated[int, typer.Option(min=1, help="Of each greedy text.")] = 64
+    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of a greedy text.")] = 64
     samples: Annotated[
-        int, typer.Option(min=0, help="At temperature 1, of each server and prompt; 0: none.")
+        int, typer.Option(min=0, help="Texts at temperature 1, of each server and prompt; 0: none.")
     ] = 200
-    concurrency: Annotated[int, typer.Option(min=1, help="Requests under way at a time.")] = 4
-    dtype: Annotated[str, typer.Option(help="Of a baseline that is a model.")] = "auto"
+    concurrency: Annotated[int, typer.Option(min=1, help="Requests to a server at a time.")] = 4
+    dtype: Annotated[str, typer.Option(help="Precision of a baseline that is a model.")] = "auto"
     assume_drafting: Annotated[
         bool,
-        typer.Option("--assume-drafting", help="The server drafts, and has no counters of vLLM's."),
+        typer.Option(
+            "--assume-drafting", help="Take it that the server drafts, if /metrics do not show it."
+        ),
     ] = False
     output: Annotated[Path | None, typer.Option(help="Where to write the certificate.")] = None
 
 
 def run(options: CertifyOptions) -> None:
-    """Test whether a server that drafts writes what its model writes without drafts. Exit code 1:
-    it does not; 3: undecided, as nothing shows that it drafted."""
+    """Test whether drafting changes what a server writes. Its texts at temperature 0 and its
+    samples are compared with those of the same model without drafting. Exit code 1: they differ;
+    3: undecided, as nothing shows that the server drafted."""
     from draftsmith.inference.evaluation.demo_prompts import demo_prompts
     from draftsmith.inference.evaluation.suites import read_prompts
     from draftsmith.inference.whole_file import check_writable, write_whole

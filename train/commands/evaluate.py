@@ -35,22 +35,26 @@ class EvaluateOptions:
     """What `draftsmith evaluate` takes. With a recipe: overrides, and which engines measure."""
 
     recipe: Annotated[
-        Path | None, typer.Argument(metavar="RECIPE", help="Evaluate the export of this run.")
+        Path | None,
+        typer.Argument(metavar="RECIPE", help="Recipe of the run whose export is measured."),
     ] = None
     overrides: Overrides = None
     model: Model = ""
     drafter: Annotated[str, typer.Option(help="With --model: the exported drafter.")] = ""
-    method: Annotated[str, typer.Option(help=f"Or one of {', '.join(TRAINING_FREE)}.")] = ""
+    method: Annotated[
+        str, typer.Option(help=f"In place of --drafter: {', '.join(TRAINING_FREE)}.")
+    ] = ""
     engine: Annotated[
         list[str] | None,
-        typer.Option(help="draftsmith (default) or vllm; repeated: both, side by side."),
+        typer.Option(help="What runs the drafter: draftsmith (default), vllm; repeated: both."),
     ] = None
     vllm_python: Annotated[
         str, typer.Option(help="Python that has vLLM; default: $DRAFTSMITH_VLLM_PYTHON.")
     ] = ""
     vllm_options: Annotated[str, typer.Option(metavar="JSON", help="Options of vLLM's LLM.")] = ""
     prompts: Annotated[
-        str, typer.Option(metavar="FILE", help="JSONL of prompts; default: the quickstart's.")
+        str,
+        typer.Option(metavar="FILE", help="JSON lines with `prompt`; default: the quickstart's."),
     ] = ""
     suite: Annotated[
         list[str] | None,
@@ -65,21 +69,24 @@ class EvaluateOptions:
     ] = ""
     num_speculative_tokens: DraftTokens = None
     temperature: Annotated[
-        list[float] | None, typer.Option(help="May be repeated; default: 0 and 1.")
+        list[float] | None,
+        typer.Option(help="Of sampling; 0 is greedy; repeatable; default: 0 and 1."),
     ] = None
     max_tokens: MaxTokens = 128
     prompts_per_workload: Annotated[
-        int | None, typer.Option(min=1, help="Default: 16; all of a suite's category.")
+        int | None,
+        typer.Option(min=1, help="Prompts of each workload; default: 16, of a suite all."),
     ] = None
     repeats: Annotated[
-        int, typer.Option(min=0, help="Interleaved repetitions of every timing; 0: no times.")
+        int, typer.Option(min=0, help="Timed passes with drafting and without; 0: no times.")
     ] = 3
     dtype: Precision = "auto"
     out: Annotated[Path, typer.Option(help="Folder of the report.")] = Path("runs/evaluation")
 
 
 def run(options: EvaluateOptions) -> None:
-    """The acceptance report of a recipe's run (exit code 1: a gate is missed), or of --drafter."""
+    """Measure a drafter: acceptance, speed, the same text. The drafter is the export of a recipe's
+    run, which is then held to its gates (exit code 1: one is missed), or --drafter for --model."""
     engines = _engines(options)
     if options.recipe is not None:
         raise typer.Exit(_evaluate_recipe(options.recipe, options, engines))

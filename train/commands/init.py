@@ -130,8 +130,8 @@ def init(
     gpu: Gpu = None,
     out: Annotated[Path, typer.Option(help="Recipe to write.")] = Path("recipe.yaml"),
 ) -> None:
-    """Write a commented recipe for a model and your conversations, without those that cannot be
-    used."""
+    """Write a recipe for a model and your conversations. Its comments say what was chosen and why;
+    conversations that cannot be used are left out."""
     from draftsmith.train.commands.new_recipe import NewRecipe
     from draftsmith.train.planner.devices import find_device, this_machine
     from draftsmith.train.recipe.load import load_recipe

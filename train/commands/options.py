@@ -34,7 +34,8 @@ DraftTokens = Annotated[
         "-k",
         "--num-speculative-tokens",
         min=1,
-        help="Drafts per round; default: the method's own; `evaluate`: 4 of a drafter.",
+        help="Tokens drafted per round. Default: the method's own; of a drafter with `evaluate` 4,"
+        " with `try` what it was made for.",
     ),
 ]
 MaxTokens = Annotated[int, typer.Option(min=2, help="Longest response.")]

@@ -46,7 +46,8 @@ def prepare(
         bool, typer.Option("--full", help="Show the whole of the example, not its end.")
     ] = False,
 ) -> None:
-    """Read a recipe's data as a run would: a mask, counts, lengths, what is left out and why."""
+    """Show a recipe's data as a run would read it. An example with its loss mask, counts, lengths,
+    and what is left out and why."""
     from draftsmith.train.data.prepare import bad_rows, run_tokenizer
     from draftsmith.train.recipe.load import load_recipe
 

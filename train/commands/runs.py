@@ -44,8 +44,8 @@ def regenerate(
         typer.Option("--check-target", help="Load the target here, and compare endpoints with it."),
     ] = False,
 ) -> None:
-    """Write a recipe's responses ahead of its training, at its endpoints if any; again: it goes
-    on."""
+    """Write a recipe's responses ahead of its training. The recipe's endpoints write them, or else
+    the target on this machine. The same command goes on with a run that was stopped."""
     from draftsmith.inference.progress import Stages
     from draftsmith.train.pipeline.adapted_target import with_adapted_target
     from draftsmith.train.pipeline.data_stage import DataStage
@@ -70,7 +70,8 @@ def regenerate(
 
 
 def cache_features(recipe: RecipeFile, overrides: Overrides = None, part: Part = "1/1") -> None:
-    """Write the features of a recipe's training rows, for runs with features.mode: cache."""
+    """Write the hidden states of a recipe's training rows. Runs whose features.mode is cache read
+    them in place of the target."""
     from draftsmith.inference.progress import Stages
     from draftsmith.train.pipeline.adapted_target import with_adapted_target
     from draftsmith.train.pipeline.data_stage import prepare_data
@@ -102,8 +103,9 @@ def train(
         bool, typer.Option("--dry-run", help="Print what would happen, and stop.")
     ] = False,
 ) -> None:
-    """Run a recipe: regenerate, train, export, measure, check the gates. The same command goes on
-    with a run that was stopped. Exit code 1: a gate is missed."""
+    """Run a recipe, from its data to a measured drafter. Responses are regenerated, the drafter is
+    trained, exported, measured, and held to the recipe's gates. The same command goes on with a run
+    that was stopped. Exit code 1: a gate is missed."""
     from draftsmith.train.pipeline.run import run
     from draftsmith.train.trainer.trainer import Interrupted
 
@@ -130,7 +132,8 @@ def compare(
         list[str] | None, typer.Option("--set", help="section.key=value for all of them.")
     ] = None,
 ) -> None:
-    """Train several recipes for the same time or steps, measure each, and put them side by side."""
+    """Train several recipes alike, and compare the drafters. Each is trained for the same time or
+    the same steps, and measured."""
     from rich.table import Table
 
     from draftsmith.train.pipeline.compare import FILE, Budget, compare_recipes, rows

@@ -16,8 +16,8 @@ def serving_args(
         bool, typer.Option("--cpu", help="For vLLM's CPU build, with this project's connector.")
     ] = False,
 ) -> None:
-    """Print the `vllm serve` command of servers that give a recipe's hidden states
-    (features.endpoints). They write responses as well (regenerate.endpoints)."""
+    """Print the command of servers that give hidden states. It is a `vllm serve` for the recipe's
+    features.endpoints; such servers write responses as well (regenerate.endpoints)."""
     from draftsmith.train.features.serving_args import serving_args as words_of
     from draftsmith.train.features.serving_args import shell_command
     from draftsmith.train.features.states_spec import StatesSpec, states_root

@@ -40,19 +40,21 @@ class TryOptions:
     temperature: Annotated[
         float, typer.Option(min=0, help="0 is greedy; above it, texts are not compared.")
     ] = 0.0
-    repeats: Annotated[int, typer.Option(min=1, help="Interleaved passes of each.")] = 3
+    repeats: Annotated[int, typer.Option(min=1, help="Timed passes of each method.")] = 3
     max_num_seqs: Annotated[int, typer.Option(min=1, help="Responses at the same time.")] = 1
     dtype: Precision = "auto"
     device: Annotated[
         str, typer.Option(help="cpu, cuda, ...; default: the accelerator, else cpu.")
     ] = ""
     json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write all figures here.")
+        Path | None,
+        typer.Option("--json", metavar="FILE", help="JSON file to write all figures to."),
     ] = None
 
 
 def run(options: TryOptions) -> None:
-    """Drafting off, n-grams, suffixes, lookahead and any drafters side by side: does it pay?"""
+    """Compare methods of drafting on your model. Drafting off, n-grams, suffixes, lookahead and any
+    drafters run side by side on the same prompts: which pays?"""
     from draftsmith.inference.evaluation.side_by_side import compare_methods
     from draftsmith.inference.sampling_params import SamplingParams
     from draftsmith.inference.whole_file import check_writable
