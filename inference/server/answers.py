@@ -21,6 +21,7 @@ from draftsmith.inference.requests.response import decode_logprobs
 from draftsmith.inference.sampling_params import SamplingParams
 from draftsmith.inference.server.api_errors import error_json, fault
 from draftsmith.inference.server.engine_thread import Ticket
+from draftsmith.inference.server.protocol import ChatRequest, GenerationRequest
 
 logger = logging.getLogger(__name__)
 
@@ -36,11 +37,13 @@ class CompletionWriter:
     `base`: id, time and model of the answer. `detail`: of the acceptance. `in_worker`: calls what
     takes long outside of the event loop."""
 
-    objects = ("text_completion", "text_completion")  # whole, and chunks of a stream
+    id_prefix = "cmpl"
+    whole_object = "text_completion"  # what OpenAI's API calls a whole answer
+    chunk_object = "text_completion"  # and an event of a stream
 
     def __init__(
         self,
-        request: Any,
+        request: GenerationRequest,
         base: Mapping[str, Any],
         llm: TextGenerator,
         ticket: Ticket,
@@ -71,7 +74,7 @@ class CompletionWriter:
             async for index, output in self.ticket.outputs():
                 for event in await self._events_of(index, output):
                     yield event
-            for chunk in self.last():
+            for chunk in self.last_chunks():
                 yield f"data: {json.dumps(chunk)}\n\n"
         except Exception as error:
             logger.error("a stream was ended", exc_info=error)
@@ -94,7 +97,7 @@ class CompletionWriter:
             for prompt, output in enumerate(outputs)
             for completion in output.outputs
         ]
-        answer = {**self._base, "object": self.objects[0], "choices": choices}
+        answer = {**self._base, "object": self.whole_object, "choices": choices}
         return answer | {"usage": self._usage(), "metrics": self._metrics()}
 
     def chunks(self, prompt: int, output: RequestOutput) -> Iterator[Answer]:
@@ -102,7 +105,7 @@ class CompletionWriter:
         for completion in output.outputs:
             yield self.chunk([self.choice(prompt, output, completion)])
 
-    def last(self) -> Iterator[Answer]:
+    def last_chunks(self) -> Iterator[Answer]:
         """A chunk without choices, if metrics or usage are due at the end."""
         metrics = self._metrics()
         if metrics is not None or self.request.usage_at_end:
@@ -114,18 +117,20 @@ class CompletionWriter:
     def chunk(self, choices: list[Answer]) -> Answer:
         """A chunk of a stream."""
         usage = {"usage": None} if self.request.usage_at_end else {}  # as OpenAI has it
-        return {**self._base, "object": self.objects[1], "choices": choices, **usage}
+        return {**self._base, "object": self.chunk_object, "choices": choices, **usage}
 
     def choice(self, prompt: int, output: RequestOutput, completion: CompletionOutput) -> Answer:
-        """A choice: in a stream with what is new."""
+        """A choice: in a stream with what is new. The n responses of a prompt are choices one after
+        the other."""
         index = prompt * len(self.ticket.begun[prompt].requests) + completion.index
-        choice = {"index": index, "text": completion.text, **self.rest(prompt, index, completion)}
+        choice = {"index": index, "text": completion.text}
+        choice |= self.common_fields(prompt, index, completion)
         if self.request.return_token_ids and index not in self._begun:
             choice["prompt_token_ids"] = output.prompt_token_ids
         self._begun.add(index)
         return choice
 
-    def rest(self, prompt: int, index: int, completion: CompletionOutput) -> Answer:
+    def common_fields(self, prompt: int, index: int, completion: CompletionOutput) -> Answer:
         """The fields after the text that completions and chats have in common."""
         self._completion_tokens += len(completion.token_ids)
         if completion.logprobs is not None:
@@ -188,7 +193,10 @@ class CompletionWriter:
 class ChatWriter(CompletionWriter):
     """Writes the answer to one request of /v1/chat/completions."""
 
-    objects = ("chat.completion", "chat.completion.chunk")
+    request: ChatRequest
+    id_prefix = "chatcmpl"
+    whole_object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
 
     def whole(self, outputs: Sequence[RequestOutput]) -> Answer:
         """As of completions, with the ids of the prompt beside the choices."""
@@ -208,13 +216,13 @@ class ChatWriter(CompletionWriter):
                 opening = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
                 yield self.chunk([opening]) | self._prompt(output)
             choice = {"index": index, "delta": {"content": completion.text}}
-            yield self.chunk([choice | self.rest(prompt, index, completion)])
+            yield self.chunk([choice | self.common_fields(prompt, index, completion)])
 
     def choice(self, prompt: int, output: RequestOutput, completion: CompletionOutput) -> Answer:
         """A choice with the message that was written."""
         message = {"role": "assistant", "content": completion.text, "refusal": None}
         choice = {"index": completion.index, "message": message}
-        return choice | self.rest(prompt, completion.index, completion)
+        return choice | self.common_fields(prompt, completion.index, completion)
 
     def logprobs(self, index: int, completion: CompletionOutput) -> Answer:
         """The log-probabilities of the tokens in the shape of chats, the likeliest first."""

@@ -138,7 +138,7 @@ class Server:
         read = partial(request_class.read, body, self.options)
         request, params = await self._in_worker(read)
         base = {
-            "id": f"{'chatcmpl' if writer_class is ChatWriter else 'cmpl'}-{uuid4().hex}",
+            "id": f"{writer_class.id_prefix}-{uuid4().hex}",
             "created": int(time.time()),
             "model": self._card(request.model or self.options.served_model_name[0])["id"],
         }
