@@ -57,8 +57,7 @@ async def certify(
     shows that the server drafted in a part, or its texts could not have shown a difference;
     `assume_drafting`: it drafts, and has no counters."""
     model = await server.model()
-    if await drafting_counters(baseline.client) is not None:
-        raise ConfigError("this server drafts too", where=f"--baseline {baseline.client.base_url}")
+    await _require_no_drafting(baseline)
     counters = [await drafting_counters(server.client)]
     texts = await server.greedy(prompts, max_tokens)
     references = await baseline.greedy(prompts, max_tokens, LEADING)
@@ -72,18 +71,19 @@ async def certify(
         counters.append(await drafting_counters(server.client))
         parts.append(_judged(sampled, counters[1:], assume_drafting))
     verdicts = {part["verdict"] for part in parts}
-    worst = [verdict for verdict in WORST_FIRST if verdict in verdicts]
     return {
-        "verdict": worst[0],
+        "verdict": next(verdict for verdict in WORST_FIRST if verdict in verdicts),
         "server": str(server.client.base_url),
         "model": model,
         "greedy": parts[0],
         "sampled": parts[1] if samples else None,
-        "scope": {
-            "tested": [_statement(part) for part in parts],
-            "not_tested": _not_tested(max_tokens, samples),
-        },
+        "scope": _scope(parts, max_tokens, samples),
     }
+
+
+async def _require_no_drafting(baseline: Completions) -> None:
+    if await drafting_counters(baseline.client) is not None:
+        raise ConfigError("this server drafts too", where=f"--baseline {baseline.client.base_url}")
 
 
 def _require_same_prompts(
@@ -133,15 +133,17 @@ def _statement(part: Part) -> str:
     return f"{part['verdict']} at temperature {part['temperature']}: {reason}"
 
 
-def _not_tested(max_tokens: int, samples: int) -> list[str]:
+def _scope(parts: Sequence[Part], max_tokens: int, samples: int) -> dict[str, list[str]]:
+    """What was tested and what not, in sentences."""
     sampled = f"sampled tokens after the first {SAMPLED_TOKENS} of a text"
-    return [
+    not_tested = [
         f"greedy tokens after the first {max_tokens} of a text",
         sampled if samples else "samples",
         "other temperatures and other sampling parameters than the server's defaults",
         "other prompts, and more requests at a time",
         "counters that other clients' requests raised, or that are wrong",
     ]
+    return {"tested": [_statement(part) for part in parts], "not_tested": not_tested}
 
 
 # ------------------------------------------------------------------------------- greedy

@@ -25,7 +25,7 @@ from draftsmith.speculators.target.target_head import TargetHead
 from draftsmith.speculators.vocab.draft_vocab import to_draft_ids
 
 Head = Callable[[Tensor], Tensor]
-Text = tuple[Sequence[int], Sequence[int]]  # (prompt_token_ids, output_token_ids)
+WrittenText = tuple[Sequence[int], Sequence[int]]  # the token ids of a prompt and of its response
 
 BATCH_TOKENS = 2048  # of one forward, padding included: a CPU gains nothing from more
 CHUNK_BYTES = 4 << 20  # of one chunk's float32 logits
@@ -36,7 +36,7 @@ SMALLEST_CHUNK = 128  # rows
 def expected_acceptance(
     target: TargetHead,
     drafter: Drafter,
-    texts: Sequence[Text],
+    texts: Sequence[WrittenText],
     temperature: float,
     k: int,
     *,
@@ -107,9 +107,11 @@ def accept_probabilities(
 
 
 def batches_of(lengths: Sequence[int]) -> list[list[int]]:
-    """Texts of like length together, each batch within BATCH_TOKENS (a longer text goes alone)."""
+    """The places of texts of these lengths, by batch: texts of like length together, each batch
+    within BATCH_TOKENS (a longer text goes alone)."""
     batches: list[list[int]] = []
-    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+    for i in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
+        # the first text of a batch is its longest, to which the others are padded
         if batches and (len(batches[-1]) + 1) * lengths[batches[-1][0]] <= BATCH_TOKENS:
             batches[-1].append(i)
         else:
@@ -121,7 +123,7 @@ def accept_tables(
     target: TargetHead,
     drafter: Drafter,
     features: TargetFeatures,
-    texts: Sequence[Text],
+    texts: Sequence[WrittenText],
     params: SamplingParams,
     k: int,
 ) -> list[Tensor]:
@@ -131,10 +133,10 @@ def accept_tables(
     them, with the taps that the drafter reads."""
     B, T = features.input_ids.shape
     table = torch.zeros(k, B * T, device=target.device)
-    rows = torch.arange(B * T, device=target.device) // T
-    # slot of anchor 0
+    slots = torch.arange(B * T, device=target.device)  # of all rows, one after the other
+    # the slot in its row that a round anchored at output token 0 starts from
     first = torch.tensor([len(prompt) - 1 for prompt, _ in texts], device=target.device)
-    is_anchor = (torch.arange(B * T, device=target.device) % T) >= first[rows]
+    is_anchor = slots % T >= first[slots // T]
     ids = features.input_ids.flatten()
     states = features.last_hidden.flatten(0, 1)
     for step in drafter.unroll(features, k):
@@ -156,7 +158,7 @@ def accept_tables(
     ]
 
 
-def teacher_forced(target: TargetHead, texts: Sequence[Text]) -> TargetFeatures:
+def teacher_forced(target: TargetHead, texts: Sequence[WrittenText]) -> TargetFeatures:
     """Features of the texts as right-padded rows [B, T]; every output token may be asked for."""
     lengths = [len(prompt) + len(output) for prompt, output in texts]
     ids = pad_sequence(
@@ -165,6 +167,9 @@ def teacher_forced(target: TargetHead, texts: Sequence[Text]) -> TargetFeatures:
     positions = torch.arange(max(lengths)).expand_as(ids).contiguous()
     inside = positions < torch.tensor(lengths)[:, None]
     segments = torch.where(inside, 0, -1)
-    mask = inside & (positions >= torch.tensor([len(prompt) for prompt, _ in texts])[:, None])
-    ids, positions, segments, mask = (x.to(target.device) for x in (ids, positions, segments, mask))
-    return target.features(ids, positions, segments, mask)
+    first_output = torch.tensor([len(prompt) for prompt, _ in texts])
+    is_output = inside & (positions >= first_output[:, None])
+    device = target.device
+    return target.features(
+        ids.to(device), positions.to(device), segments.to(device), is_output.to(device)
+    )

@@ -9,7 +9,6 @@ very position in the engine's own forward, is as large as the gap between the tw
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import partial
 from itertools import zip_longest
 
 import torch
@@ -39,34 +38,15 @@ def compare_greedy(
     `runner`: of the target that wrote them, in the dtype that it had; the engine's own where it is
     at hand, since its kernels round in their own way. `num_speculative_tokens` and `rows`: the
     batch shapes that the runs used, re-run at a difference."""
-    dtype = str(runner.target.dtype).removeprefix("torch.")
     details: list[TokenDifference] = []
     for i, (without, drafted) in enumerate(zip(references, outputs, strict=True)):
-        prompt = without.prompt_token_ids
-        reference = without.outputs[0].token_ids
-        output = drafted.outputs[0].token_ids
-        position = first_difference(reference, output)
-        if position is None:
-            continue
-        after = partial(_logits_after, runner)
-        shapes = _shapes(prompt, reference[:position], num_speculative_tokens + 1, rows)
-        expected = reference[position] if position < len(reference) else None
-        produced = output[position] if position < len(output) else None
-        gap, noise, tie = _judge((after(*shape) for shape in shapes), expected, produced)
-        details.append(
-            TokenDifference(
-                prompt=f"{i}",
-                position=position,
-                reference_token=expected,
-                token=produced,
-                top_two_gap=gap,
-                noise=noise,
-                tie=tie and dtype != "float32",
-            )
-        )
+        position = first_difference(without.outputs[0].token_ids, drafted.outputs[0].token_ids)
+        if position is not None:
+            block = num_speculative_tokens + 1
+            details.append(_difference(runner, f"{i}", without, drafted, position, block, rows))
     ties = sum(detail.tie for detail in details)
     return LosslessCheck(
-        dtype=dtype,
+        dtype=str(runner.target.dtype).removeprefix("torch."),
         checked_prompts=len(outputs),
         mismatches=len(details) - ties,
         ties=ties,
@@ -78,6 +58,35 @@ def first_difference(reference: Sequence[object], output: Sequence[object]) -> i
     """The first index at which the two differ, the end of the shorter one included; None if they
     are equal."""
     return next((i for i, (a, b) in enumerate(zip_longest(reference, output)) if a != b), None)
+
+
+def _difference(
+    runner: ModelRunner,
+    prompt: str,
+    without: RequestOutput,
+    drafted: RequestOutput,
+    position: int,
+    block: int,
+    rows: int,
+) -> TokenDifference:
+    """The difference of two outputs at `position`, judged. `prompt`: what the report calls it.
+    `block`: tokens of a verification."""
+    reference = without.outputs[0].token_ids
+    output = drafted.outputs[0].token_ids
+    expected = reference[position] if position < len(reference) else None
+    produced = output[position] if position < len(output) else None
+    shapes = _shapes(without.prompt_token_ids, reference[:position], block, rows)
+    logits = (_logits_after(runner, *shape) for shape in shapes)
+    gap, noise, tie = _judge(logits, expected, produced)
+    return TokenDifference(
+        prompt=prompt,
+        position=position,
+        reference_token=expected,
+        token=produced,
+        top_two_gap=gap,
+        noise=noise,
+        tie=tie and runner.target.dtype != torch.float32,
+    )
 
 
 def _judge(

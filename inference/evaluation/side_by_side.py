@@ -189,11 +189,7 @@ def compare_methods(
     with stages.stage(f"load {model}"):
         engines = SideBySide(model, methods, **options)
         prompts = prompts_of(engines.tokenizer)
-    most = len(engines.llms) * repeats * len(prompts) * (params.max_tokens or 0)
-    stages.say(
-        f"{', '.join(engines.llms)}: {len(prompts)} prompts, {repeats} passes of each method,"
-        f" {most:,} tokens at most"
-    )
+    stages.say(_extent(engines, len(prompts), repeats, params))
     with stages.stage("passes") as advance:
         measured = engines.run(prompts, params, repeats, advance)
     if engines.interrupt is not None and not measured:
@@ -208,12 +204,25 @@ def compare_methods(
         tree: dict[str, Any] = {
             name: results(measured[name].requests, cell) for name, cell in cells.items()
         }
-        tree |= {"versions": versions, "arguments": dict(arguments)}
-        write_whole(saved, json.dumps(tree, indent=2, ensure_ascii=False, default=str) + "\n")
+        _write(saved, tree | {"versions": versions, "arguments": dict(arguments)})
         console.print(f"written to {saved}", highlight=False, soft_wrap=True)
     if engines.interrupt is not None:
         raise engines.interrupt
     return not any(check.mismatches for cell in cells.values() for check in cell.lossless)
+
+
+def _extent(engines: SideBySide, prompts: int, repeats: int, params: SamplingParams) -> str:
+    """What will be run, in words."""
+    most = len(engines.llms) * repeats * prompts * (params.max_tokens or 0)
+    return (
+        f"{', '.join(engines.llms)}: {prompts} prompts, {repeats} passes of each method,"
+        f" {most:,} tokens at most"
+    )
+
+
+def _write(file: Path, tree: Mapping[str, Any]) -> None:
+    """The tree as JSON; what is none, such as a path, as its text."""
+    write_whole(file, json.dumps(tree, indent=2, ensure_ascii=False, default=str) + "\n")
 
 
 def _table(cells: Mapping[str, Cell], title: str) -> Table:

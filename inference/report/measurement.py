@@ -63,16 +63,8 @@ def make_cell(parts: Sequence[Measurement], workload: str) -> Cell:
     first = parts[0]
     requests = [request for part in parts for request in part.requests]
     metrics = [request.metrics for request in requests]
-    total = SpecDecodeCounters(num_accepted_tokens_per_pos=[0] * first.num_speculative_tokens)
-    for counters in metrics:
-        total.merge(counters)
-    if not requests or len(total.num_accepted_tokens_per_pos) > first.num_speculative_tokens:
-        raise DataError(
-            f"{len(requests)} requests, drafts accepted at"
-            f" {len(total.num_accepted_tokens_per_pos)} positions; expected at least one, and K ="
-            f" {first.num_speculative_tokens}",
-            where=f"{workload}, T={first.temperature:g}, {first.method}",
-        )
+    where = f"{workload}, T={first.temperature:g}, {first.method}"
+    total = _sum_of(metrics, first.num_speculative_tokens, where)
     rounds = sum(len(counters.accepted_per_round) for counters in metrics)
     lengths = [counters.acceptance_length for counters in metrics if counters.num_drafts]
     replayed = all(part.replay for part in parts)
@@ -93,13 +85,31 @@ def make_cell(parts: Sequence[Measurement], workload: str) -> Cell:
         conditional_acceptance_per_position=_known(total.conditional_rates()),
         acceptance_by_position=position_bins(requests),
         expected=(
-            expected_acceptance(metrics, [result for part in parts for result in part.replay])
+            compare_expected(metrics, [result for part in parts for result in part.replay])
             if replayed
             else None
         ),
         lossless=_sums_of_checks([check for part in parts for check in part.lossless]),
         **_speed(parts),
     )
+
+
+def _sum_of(
+    metrics: Sequence[RequestMetrics], num_speculative_tokens: int, where: str
+) -> SpecDecodeCounters:
+    """The counters of responses, added up. DataError if there are none, or if drafts were accepted
+    at more positions than could be drafted."""
+    total = SpecDecodeCounters(num_accepted_tokens_per_pos=[0] * num_speculative_tokens)
+    for counters in metrics:
+        total.merge(counters)
+    positions = len(total.num_accepted_tokens_per_pos)
+    if not metrics or positions > num_speculative_tokens:
+        raise DataError(
+            f"{len(metrics)} requests, drafts accepted at {positions} positions; expected at least"
+            f" one, and K = {num_speculative_tokens}",
+            where=where,
+        )
+    return total
 
 
 def _speed(parts: Sequence[Measurement]) -> dict[str, Any]:
@@ -168,7 +178,7 @@ def position_bins(requests: Iterable[RequestOutput]) -> list[PositionBin]:
     ]
 
 
-def expected_acceptance(
+def compare_expected(
     metrics: Sequence[RequestMetrics], replay: Sequence[ReplayResult]
 ) -> ExpectedAcceptance:
     """Expected acceptance length over the same texts and how far the measured one lies from it,

@@ -8,7 +8,7 @@ from collections.abc import Hashable, Sequence
 
 from accelerate import Accelerator
 
-from draftsmith.inference.evaluation.expected_acceptance import Text, expected_acceptance
+from draftsmith.inference.evaluation.expected_acceptance import WrittenText, expected_acceptance
 from draftsmith.inference.spec_decode.replay import ReplayResult, standard_error
 from draftsmith.speculators.drafter import Drafter
 from draftsmith.speculators.target.target_head import TargetHead
@@ -38,7 +38,7 @@ def held_out_evaluation(
     processes share the texts, and all have the results; None: this one replays all."""
     e = recipe.evaluation
 
-    def replayed(drafter: Drafter, texts: Sequence[Text], t: float) -> list[ReplayResult]:
+    def replayed(drafter: Drafter, texts: Sequence[WrittenText], t: float) -> list[ReplayResult]:
         return expected_acceptance(
             target, drafter, texts, t, e.num_speculative_tokens, top_p=e.top_p, top_k=e.top_k
         )

@@ -29,7 +29,7 @@ from draftsmith.inference.evaluation.lossless import compare_greedy
 from draftsmith.inference.evaluation.timing import interleaved
 from draftsmith.inference.model_runner.model_runner import ModelRunner
 from draftsmith.inference.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from draftsmith.inference.report.measurement import expected_acceptance as compare_expected
+from draftsmith.inference.report.measurement import compare_expected
 from draftsmith.inference.report.schema import SuiteFacts
 from draftsmith.inference.sampling.sampler import probabilities
 from draftsmith.speculators.errors import ConfigError, DataError
