@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from transformers.activations import ACT2FN
 from transformers.models.llama.configuration_llama import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, rotate_half
@@ -20,6 +19,7 @@ from typing_extensions import override
 from draftsmith.speculators.config import DecoderConfig
 from draftsmith.speculators.errors import ConfigError
 from draftsmith.speculators.layers.frozen_linear import FrozenLinear
+from draftsmith.speculators.layers.rms_norm import rms_norm
 
 Rotary = tuple[Tensor, Tensor]  # cosines and sines [B or 1, T, d]
 # query, key, value, scale -> [B, h, T, d]
@@ -36,7 +36,7 @@ class RMSNorm(nn.RMSNorm):
 
     @override
     def forward(self, x: Tensor) -> Tensor:
-        return functional.rms_norm(x, x.shape[-1:], self.weight.to(x.dtype), self.eps)
+        return rms_norm(x, self.weight.to(x.dtype), self.eps)
 
 
 class Attention(nn.Module):
@@ -70,7 +70,7 @@ class Attention(nn.Module):
         heads = self.fused(x).unflatten(-1, (-1, self.head_dim))  # of queries, keys and values
         qk, v = heads.split([self.heads + self.kv_heads, self.kv_heads], dim=2)
         if self.qk_weight is not None:
-            qk = functional.rms_norm(qk, qk.shape[-1:], None, self.q_norm.eps) * self.qk_weight
+            qk = rms_norm(qk, self.qk_weight, self.q_norm.eps)
         qk = _rotated(qk.transpose(1, 2), rotary)  # [B, h + g, T, d]: one rotation for both
         q, k = qk.to(v.dtype).split([self.heads, self.kv_heads], dim=1)
         return q, k, v.transpose(1, 2)
