@@ -44,6 +44,9 @@ class RaggedCache:
         self.lengths: list[int] = [0] * max_rows
         self.states: RecurrentStates | None = None
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}  # keys and values
+        # the rows that were used last, and of each layer its keys and values of these
+        self._rows = (0, 0)
+        self._layer_rows: dict[int, tuple[Tensor, Tensor]] = {}
         self._arange = torch.arange(max_len, device=self.device)
 
     # ------------------------------------------------------------------ what a forward needs
@@ -198,6 +201,20 @@ class RaggedCache:
             )
         return self._layers[index]
 
+    def layer_rows(
+        self, index: int, start: int, stop: int, key: Tensor, value: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Rows [start, stop) of `layer`. The views of the rows that were used last are kept: making
+        them takes as long as writing a token into them."""
+        if self._rows != (start, stop):
+            self._layer_rows.clear()
+            self._rows = (start, stop)
+        if index not in self._layer_rows:
+            keys, values = self.layer(index, key, value)
+            with torch.inference_mode(False):
+                self._layer_rows[index] = keys[start:stop], values[start:stop]
+        return self._layer_rows[index]
+
     def _tensors(self) -> list[Tensor]:
         return [tensor for layer in self._layers.values() for tensor in layer]
 
@@ -212,6 +229,7 @@ class RaggedCache:
         capacity = self.capacity
         while capacity < length:
             capacity = min(2 * capacity, self.max_len)
+        self._layer_rows.clear()  # which would hold the memory that is left
         # Layer by layer, so that no more than one is held twice. If memory runs out on the way,
         # capacity stays what every layer has, and the next attempt goes on with those left.
         for index, (keys, values) in self._layers.items():
@@ -268,6 +286,7 @@ class RaggedView(CacheView):
         self._stop = stop
         self._lengths = lengths
         self._T = num_new_tokens
+        self._equal = min(lengths) == self.past
         # (kv_heads, capacity) -> [b·kv_heads·T], which all layers share
         self._flat_index: dict[tuple[int, int], Tensor] = {}
 
@@ -282,26 +301,30 @@ class RaggedView(CacheView):
                 f"made for {len(self._lengths)} rows × {self._T} tokens, not for {rows} × {T}",
                 where="RaggedView",
             )
-        keys, values = self.cache.layer(layer_idx, key_states, value_states)
-        return self._written(keys, key_states), self._written(values, value_states)
-
-    def _written(self, memory: Tensor, new: Tensor) -> Tensor:
-        """memory [rows, h, capacity, d] gets new [b, h, T, d] -> what these rows hold, [b, h, S,
-        d]."""
-        held = memory[self._start : self._stop].narrow(2, 0, self.past + self._T)
-        if min(self._lengths) == self.past:
-            held.narrow(2, self.past, self._T).copy_(new)
+        keys, values = self.cache.layer_rows(
+            layer_idx, self._start, self._stop, key_states, value_states
+        )
+        held_keys = keys.narrow(2, 0, self.past + T)
+        held_values = values.narrow(2, 0, self.past + T)
+        if self._equal:
+            held_keys.narrow(2, self.past, T).copy_(key_states)
+            held_values.narrow(2, self.past, T).copy_(value_states)
         else:
-            # seen as [rows·h·capacity, d]: one index copy of [b·h·T, d]
-            dim = new.shape[-1]
-            memory.view(-1, dim).index_copy_(0, self._index(memory), new.reshape(-1, dim))
-        return held
+            self._scatter(keys, key_states)
+            self._scatter(values, value_states)
+        return held_keys, held_values
+
+    def _scatter(self, memory: Tensor, new: Tensor) -> None:
+        """Writes new [b, h, T, d] into memory [b, h, capacity, d], seen as [b·h·capacity, d]: one
+        index copy of [b·h·T, d]."""
+        dim = new.shape[-1]
+        memory.view(-1, dim).index_copy_(0, self._index(memory), new.reshape(-1, dim))
 
     def _index(self, memory: Tensor) -> Tensor:
         heads, capacity = memory.shape[1:3]
         if (heads, capacity) not in self._flat_index:
             device = memory.device
-            rows = torch.arange(self._start, self._stop, device=device)[:, None, None]  # [b, 1, 1]
+            rows = torch.arange(len(self._lengths), device=device)[:, None, None]  # [b, 1, 1]
             head = torch.arange(heads, device=device)[None, :, None]  # [1, h, 1]
             first = on_device(self._lengths, device)[:, None, None]  # [b, 1, 1]
             position = first + torch.arange(self._T, device=device)  # [b, 1, T]

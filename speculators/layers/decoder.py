@@ -56,7 +56,7 @@ class Attention(nn.Module):
             self.k_norm = RMSNorm(self.head_dim, eps=config.rms_norm_eps)
         self.qk_norm = config.qk_norm
         self.fused: FrozenLinear | None = None  # all three, while frozen for drafting
-        self.qk_weight: Tensor | None = None  # of both norms [h + g, d], while frozen
+        self.qk_weight: Tensor | None = None  # of both norms [h + g, 1, d], while frozen
 
     def project(
         self, x: Tensor, rotary: Rotary, queries: Asked = None
@@ -67,13 +67,15 @@ class Attention(nn.Module):
         """
         if self.fused is None or queries is not None:
             return self._project_apart(x, rotary, queries)
-        heads = self.fused(x).unflatten(-1, (-1, self.head_dim))  # of queries, keys and values
-        qk, v = heads.split([self.heads + self.kv_heads, self.kv_heads], dim=2)
+        # of queries, keys and values [B, h + 2g, T, d]
+        heads = self.fused(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        # what Tensor.split does behind a layer of Python, which takes longer than the split
+        qk, v = torch.split_with_sizes(heads, [self.heads + self.kv_heads, self.kv_heads], dim=1)
         if self.qk_weight is not None:
             qk = rms_norm(qk, self.qk_weight, self.q_norm.eps)
-        qk = _rotated(qk.transpose(1, 2), rotary)  # [B, h + g, T, d]: one rotation for both
-        q, k = qk.to(v.dtype).split([self.heads, self.kv_heads], dim=1)
-        return q, k, v.transpose(1, 2)
+        qk = _rotated(qk, rotary)  # [B, h + g, T, d]: one rotation for both
+        q, k = torch.split_with_sizes(qk.to(v.dtype), [self.heads, self.kv_heads], dim=1)
+        return q, k, v
 
     def _project_apart(
         self, x: Tensor, rotary: Rotary, queries: Asked
@@ -95,7 +97,7 @@ class Attention(nn.Module):
         if self.qk_norm:
             q = self.q_norm.weight.expand(self.heads, -1)
             k = self.k_norm.weight.expand(self.kv_heads, -1)
-            self.qk_weight = torch.cat([q, k]).to(self.q_proj.weight.dtype)
+            self.qk_weight = torch.cat([q, k])[:, None].to(self.q_proj.weight.dtype)
 
     def project_context(self, x: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
         """x [B, T, inputs] -> rotated keys and values [B, g, T, d] of slots that ask nothing."""
