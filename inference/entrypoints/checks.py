@@ -8,7 +8,7 @@ import json
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from tokenizers.pre_tokenizers import ByteLevel
 
@@ -54,86 +54,91 @@ class RequestChecker:
         """The prompts with their parameters. ConfigError names every prompt that cannot be run; its
         `where` is "prompts", or the parameter that is at fault first. Changes nothing: callable
         from any thread."""
-        bad_words: dict[int, list[list[int]]] = {}  # by identity: many prompts may share parameters
-        wrong_params: dict[int, dict[str, str]] = {}
+        read: dict[int, _ReadParams] = {}  # by identity: many prompts may share their parameters
         checked: list[CheckedRequest] = []
         faults: list[tuple[str, str]] = []  # what is at fault, and a sentence on it
         for i, (prompt, asked) in enumerate(zip(prompts, params, strict=True)):
-            key = id(asked)
-            if key not in bad_words:
-                bad_words[key] = self._bad_words(asked)
-                wrong_params[key] = sampling_faults(
-                    asked, bad_words[key], self._tokenizer, self.vocab_size, self.eos_token_ids
-                )
-            for fault in prompt_faults(prompt, self.vocab_size, self.max_model_len):
+            if id(asked) not in read:
+                read[id(asked)] = self._read(asked)
+            bad_words, params_faults = read[id(asked)]
+            if fault := self._prompt_fault(prompt):
                 faults.append(("prompts", f"prompt {i} {fault}"))
-            for name, fault in wrong_params[key].items():
+            for name, fault in params_faults.items():
                 faults.append((f"SamplingParams.{name}", f"prompt {i} {fault}"))
-            checked.append(CheckedRequest(prompt, asked, bad_words[key]))
+            checked.append(CheckedRequest(prompt, asked, bad_words))
         if faults:
             raise ConfigError("; ".join(fault for _, fault in faults), where=faults[0][0])
         return checked
 
-    def _bad_words(self, params: SamplingParams) -> list[list[int]]:
-        """As tokens; none without a tokenizer, which is a fault of the parameters."""
-        if self._tokenizer is None:
-            return []
-        return bad_word_ids(self._tokenizer, params.bad_words)
+    def _prompt_fault(self, prompt: Prompt) -> str:
+        """What is wrong with a prompt, as the rest of a sentence; empty if nothing is."""
+        length = len(prompt.token_ids)
+        if length == 0:
+            return "is empty; give it at least one token"
+        if length >= self.max_model_len:
+            return (
+                f"has {length} tokens, max_model_len is {self.max_model_len} and at least one must"
+                " be left for the response; shorten it or raise max_model_len"
+            )
+        if not 0 <= min(prompt.token_ids) <= max(prompt.token_ids) < self.vocab_size:
+            last = self.vocab_size - 1
+            return f"has token ids outside 0..{last}; is the tokenizer the model's?"
+        return ""
+
+    def _read(self, params: SamplingParams) -> _ReadParams:
+        if self._tokenizer is None and (params.stop or params.bad_words):
+            name = "stop" if params.stop else "bad_words"
+            fault = f"asks for {name}, which need a tokenizer; pass LLM(tokenizer=...)"
+            return _ReadParams([], {name: fault})
+        bad_words = bad_word_ids(self._tokenizer, params.bad_words)
+        faults = self._tokens_beyond_the_vocabulary(params, bad_words)
+        if (params.logprobs or 0) > self.vocab_size:
+            faults["logprobs"] = (
+                f"logprobs={params.logprobs}, but the vocabulary has {self.vocab_size} tokens; -1"
+                " is all of them"
+            )
+        if self._may_allow_no_token(params, bad_words):
+            faults.setdefault(
+                "allowed_token_ids",
+                "allowed_token_ids, bad_words and min_tokens may leave no token at some place;"
+                " allow one that no bad word ends with",
+            )
+        return _ReadParams(bad_words, faults)
+
+    def _tokens_beyond_the_vocabulary(
+        self, params: SamplingParams, bad_words: Sequence[Sequence[int]]
+    ) -> dict[str, str]:
+        token_ids = {
+            "stop_token_ids": params.stop_token_ids,
+            "allowed_token_ids": params.allowed_token_ids or (),
+            "logit_bias": params.logit_bias or (),
+            "bad_words": [token for ids in bad_words for token in ids],
+        }
+        faults = {}
+        for name, ids in token_ids.items():
+            if beyond := [token for token in ids if token >= self.vocab_size]:
+                faults[name] = f"{name}: token ids {beyond[:3]} go beyond 0..{self.vocab_size - 1}"
+        return faults
+
+    def _may_allow_no_token(
+        self, params: SamplingParams, bad_words: Sequence[Sequence[int]]
+    ) -> bool:
+        """True if every token that is allowed could be forbidden at the same place."""
+        forbidden = {ids[-1] for ids in bad_words}
+        if params.min_tokens:
+            forbidden.update(params.stop_token_ids)
+            if not params.ignore_eos:
+                forbidden.update(self.eos_token_ids)
+        allowed = params.allowed_token_ids
+        return forbidden.issuperset(range(self.vocab_size) if allowed is None else allowed)
 
 
-def prompt_faults(prompt: Prompt, vocab_size: int, max_model_len: int) -> list[str]:
-    """What is wrong with a prompt, as the rest of a sentence."""
-    length = len(prompt.token_ids)
-    if length == 0:
-        return ["is empty; give it at least one token"]
-    if length >= max_model_len:
-        return [
-            f"has {length} tokens, max_model_len is {max_model_len} and at least one must be left"
-            " for the response; shorten it or raise max_model_len"
-        ]
-    if not 0 <= min(prompt.token_ids) <= max(prompt.token_ids) < vocab_size:
-        return [f"has token ids outside 0..{vocab_size - 1}; is the tokenizer the model's?"]
-    return []
+class _ReadParams(NamedTuple):
+    """What parameters ask of a model: their bad words as tokens, and what cannot be honoured, by
+    parameter, as the rest of a sentence."""
 
-
-def sampling_faults(
-    params: SamplingParams,
-    bad_words: Sequence[Sequence[int]],
-    tokenizer: Any,
-    vocab_size: int,
-    eos_token_ids: Collection[int],
-) -> dict[str, str]:
-    """The sampling parameters that cannot be honoured, each with the rest of a sentence.
-    `bad_words`: theirs, as tokens."""
-    if tokenizer is None and (params.stop or params.bad_words):
-        name = "stop" if params.stop else "bad_words"
-        return {name: f"asks for {name}, which need a tokenizer; pass LLM(tokenizer=...)"}
-    token_ids = {
-        "stop_token_ids": params.stop_token_ids,
-        "allowed_token_ids": params.allowed_token_ids or (),
-        "logit_bias": params.logit_bias or (),
-        "bad_words": [token for ids in bad_words for token in ids],
-    }
-    faults = {}
-    for name, ids in token_ids.items():
-        if beyond := [token for token in ids if token >= vocab_size]:
-            faults[name] = f"{name}: token ids {beyond[:3]} go beyond 0..{vocab_size - 1}"
-    if (params.logprobs or 0) > vocab_size:
-        faults["logprobs"] = (
-            f"logprobs={params.logprobs}, but the vocabulary has {vocab_size} tokens; -1 is all of"
-            " them"
-        )
-    forbidden = {ids[-1] for ids in bad_words}
-    if params.min_tokens:
-        forbidden.update(params.stop_token_ids, () if params.ignore_eos else eos_token_ids)
-    allowed = range(vocab_size) if params.allowed_token_ids is None else params.allowed_token_ids
-    if forbidden.issuperset(allowed):
-        faults.setdefault(
-            "allowed_token_ids",
-            "allowed_token_ids, bad_words and min_tokens may leave no token at some place; allow"
-            " one that no bad word ends with",
-        )
-    return faults
+    bad_words: Sequence[Sequence[int]]
+    faults: dict[str, str]
 
 
 class TextLimit:
