@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from draftsmith.inference.bench.completions import Completions, Text
+from draftsmith.inference.bench.completions import Completion, Completions
 from draftsmith.inference.bench.load_generator import drafting_counters, drafting_results
 from draftsmith.inference.bench.two_samples import (
     END,
@@ -87,7 +87,7 @@ async def _require_no_drafting(baseline: Completions) -> None:
 
 
 def _require_same_prompts(
-    server: Completions, texts: Sequence[Text], references: Sequence[Text]
+    server: Completions, texts: Sequence[Completion], references: Sequence[Completion]
 ) -> None:
     for text, reference in zip(texts, references, strict=True):
         if text.prompt != reference.prompt:
@@ -152,8 +152,8 @@ def _scope(parts: Sequence[Part], max_tokens: int, samples: int) -> dict[str, li
 async def _greedy_part(
     server: Completions,
     baseline: Completions,
-    texts: Sequence[Text],
-    references: Sequence[Text],
+    texts: Sequence[Completion],
+    references: Sequence[Completion],
     max_tokens: int,
 ) -> Part:
     differences = [
@@ -179,7 +179,11 @@ async def _greedy_part(
 
 
 async def _differences(
-    server: Completions, baseline: Completions, text: Text, reference: Text, max_tokens: int
+    server: Completions,
+    baseline: Completions,
+    text: Completion,
+    reference: Completion,
+    max_tokens: int,
 ) -> AsyncIterator[dict[str, Any]]:
     """The differences of two greedy texts, judged. Behind a tie both servers go on from the
     baseline's token, if that does not end its text."""
@@ -196,7 +200,7 @@ async def _differences(
 
 
 async def _judge(
-    baseline: Completions, reference: Text, text: Text, position: int
+    baseline: Completions, reference: Completion, text: Completion, position: int
 ) -> dict[str, Any]:
     """Whether the first difference of two greedy texts is a tie: the gap between the two tokens in
     the baseline against the rounding error of its leading log-probabilities, which is their largest
@@ -259,7 +263,7 @@ async def _sampled_part(
     }
 
 
-def _score(text: Text, leading: Leading) -> float:
+def _score(text: Completion, leading: Leading) -> float:
     """See two_samples.py."""
     return sum(
         token_score(leading[tuple(text.tokens[:i])], token) for i, token in enumerate(text.tokens)
@@ -267,7 +271,10 @@ def _score(text: Text, leading: Leading) -> float:
 
 
 async def _leading_after(
-    baseline: Completions, prompt: list[int], drawn: Sequence[Text], expected: Sequence[Text]
+    baseline: Completions,
+    prompt: list[int],
+    drawn: Sequence[Completion],
+    expected: Sequence[Completion],
 ) -> Leading:
     """The baseline's leading log-probabilities after every beginning of a sampled text. Those of
     its own texts came with them; it is asked for the others."""

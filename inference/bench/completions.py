@@ -30,7 +30,7 @@ PromptInput = str | list[int]  # a text, or its token ids
 
 
 @dataclass(frozen=True)
-class Text:
+class Completion:
     """A completion: ids of its prompt and tokens, and the leading log-probabilities at each token,
     by id; none unless they are asked for."""
 
@@ -83,7 +83,7 @@ class Completions:
 
     async def complete(
         self, prompt: PromptInput, max_tokens: int, *, leading: int = 0, **fields: Any
-    ) -> Text:
+    ) -> Completion:
         """The text of one request. `leading`: most probable tokens whose log-probabilities are
         asked for. `fields`: more of the request's body. DraftsmithError as of the class."""
         body = {"model": await self.model(), "prompt": prompt, "max_tokens": max_tokens}
@@ -105,7 +105,7 @@ class Completions:
             raise DraftsmithError(NO_IDS, where=self.where)
         logprobs = self._leading(choice, leading) if leading else []
         self.ended()
-        return Text(choice.prompt_token_ids, choice.token_ids, logprobs)
+        return Completion(choice.prompt_token_ids, choice.token_ids, logprobs)
 
     def _leading(self, choice: Choice, count: int) -> list[dict[int, float]]:
         """The `count` most probable tokens at each place: servers add the token that was drawn,
@@ -129,7 +129,7 @@ class Completions:
 
     async def greedy(
         self, prompts: Sequence[PromptInput], max_tokens: int, leading: int = 0
-    ) -> list[Text]:
+    ) -> list[Completion]:
         """A text at temperature 0 for each prompt."""
         requests = (
             self.complete(prompt, max_tokens, leading=leading, temperature=0) for prompt in prompts
@@ -138,7 +138,7 @@ class Completions:
 
     async def sample(
         self, prompt: list[int], max_tokens: int, seeds: Sequence[int], leading: int = 0
-    ) -> list[Text]:
+    ) -> list[Completion]:
         """A text at temperature 1 for each seed."""
         requests = (
             self.complete(prompt, max_tokens, leading=leading, temperature=1, top_p=1, seed=seed)

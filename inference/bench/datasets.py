@@ -17,14 +17,15 @@ from draftsmith.inference.bench.bench_options import BenchOptions
 from draftsmith.inference.evaluation.suites import SUITES, json_lines, load_suite
 from draftsmith.speculators.errors import ConfigError, DataError
 
-Prompt = str | list[int] | list[dict[str, Any]]  # a text, token ids, or the messages of a chat
+# a text, token ids, or the messages of a chat
+RequestPrompt = str | list[int] | list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class Question:
     """One request. `output_len`: most tokens of its answer."""
 
-    prompt: Prompt
+    prompt: RequestPrompt
     output_len: int
 
 
@@ -49,7 +50,7 @@ def load_questions(options: BenchOptions, tokenizer: Any = None) -> list[Questio
     return [Question(prompt, options.output_len) for prompt in chosen]
 
 
-def _custom(row: Any, origin: str, options: BenchOptions) -> Prompt:
+def _custom(row: Any, origin: str, options: BenchOptions) -> RequestPrompt:
     """The text or the messages of a row; an answer at their end is left to the server."""
     match row:
         case {"prompt": str(prompt)} if prompt:
@@ -62,5 +63,5 @@ def _custom(row: Any, origin: str, options: BenchOptions) -> Prompt:
     raise DataError("expected prompt, a text, or messages, turns with a role", where=origin)
 
 
-def _templated(text: str, options: BenchOptions) -> Prompt:
+def _templated(text: str, options: BenchOptions) -> RequestPrompt:
     return [{"role": "user", "content": text}] if options.chat else text

@@ -76,14 +76,14 @@ DEPRECATED = {
 }
 
 # vLLM's names of methods that are called otherwise here.
-METHODS = {
+METHOD_NAMES = {
     "deepseek_mtp": "mtp",
     "mimo_mtp": "mtp",
     "qwen3_next_mtp": "mtp",
     "mlp_speculator": "mlp",
     "ngram_gpu": "ngram",
 }
-RULES = {"standard": "token"}  # and of rules
+RULE_NAMES = {"standard": "token"}  # and of rules
 NGRAM = ("[ngram]", "ngram")  # a `model` that means a method
 
 
@@ -139,7 +139,7 @@ def _renamed(options: dict[str, Any]) -> dict[str, Any]:
     revision = options.pop("revision", None)
     if options.get("model") and revision:
         options["model"] = with_revision(options["model"], revision)
-    for name, table in (("method", METHODS), ("rejection_sample_method", RULES)):
+    for name, table in (("method", METHOD_NAMES), ("rejection_sample_method", RULE_NAMES)):
         if isinstance(options.get(name), str):  # anything else is refused by what checks the values
             options[name] = table.get(options[name], options[name])
     return options

@@ -326,13 +326,13 @@ class _Evaluation:
 
     def measure(self) -> None:
         """Fills every cell, except for the check in float32. The engine has stopped afterwards."""
-        s = self.settings
+        settings = self.settings
         temperatures = list(dict.fromkeys(cell.temperature for cell in self.cells))
         chats = [chat for cell in self.cells for chat in cell.chats]
         prompts = [chat.prompt for chat in chats]
         prompts += [[0] * chat.longest for chat in chats if chat.later]  # of turns not yet written
         self._note("warming up")
-        self.engine.prepare(prompts, s.max_tokens)
+        self.engine.prepare(prompts, settings.max_tokens)
         self._warm_up(prompts[:1])
         for temperature in temperatures:
             cells = [cell for cell in self.cells if cell.temperature == temperature]
@@ -343,7 +343,7 @@ class _Evaluation:
                 for cell, baseline in zip(cells, written, strict=True):
                     cell.baseline = baseline
             for cell in cells:
-                if s.repeats:
+                if settings.repeats:
                     self._time(cell)
                 cell.ended = True
                 self.done += 1
@@ -408,7 +408,7 @@ class _Evaluation:
 
     def _replay(self, cell: _CellRun) -> None:
         """Expected acceptance on the text that drafting wrote."""
-        s = self.settings
+        settings = self.settings
         target, drafter = self.engine.models
         assert drafter is not None
         cell.replay = expected_acceptance(
@@ -416,31 +416,33 @@ class _Evaluation:
             drafter,
             [(output.prompt_token_ids, output.outputs[0].token_ids) for output in cell.requests],
             cell.temperature,
-            s.num_speculative_tokens,
-            top_p=s.top_p,
-            top_k=s.top_k,
+            settings.num_speculative_tokens,
+            top_p=settings.top_p,
+            top_k=settings.top_k,
         )
 
     # ------------------------------------------------------------------ times
 
     def _time(self, cell: _CellRun) -> None:
         """Interleaved passes on the same prompts each."""
-        s = self.settings
+        settings = self.settings
         note = f"{cell.suite or ''} {cell.workload}, T={cell.temperature:g}: times".strip()
         self._note(note)
         prompts = cell.prompts[: self._num_timed(cell)]
         # the seeds of `_write`, so that drafting writes the texts that were counted
-        params = s.sampling(cell.temperature, range(len(prompts)))
+        params = settings.sampling(cell.temperature, range(len(prompts)))
 
         def write(speculate: bool) -> list[RequestOutput]:
-            return self.engine.write(prompts, params, speculate=speculate, batch=s.batch_size)
+            return self.engine.write(
+                prompts, params, speculate=speculate, batch=settings.batch_size
+            )
 
         runs = {SPECULATIVE: lambda: write(True), AUTOREGRESSIVE: lambda: write(False)}
         cell.passes = {kind: [] for kind in runs}
-        passes = interleaved(runs, cell.workload, s.repeats, self.engine.device)
+        passes = interleaved(runs, cell.workload, settings.repeats, self.engine.device)
         for ended, (kind, run) in enumerate(passes, 1):
             cell.passes[kind].append(run)
-            self._note(f"{note}, {ended} of {len(runs) * s.repeats} passes")
+            self._note(f"{note}, {ended} of {len(runs) * settings.repeats} passes")
 
     def _num_timed(self, cell: _CellRun) -> int:
         """Prompts of a timed pass: enough for `timed_prompts` and, by the responses that were
@@ -460,17 +462,17 @@ class _Evaluation:
 
         It makes an engine of its own, once the first one has been closed, and adds a check to the
         cells of the lowest temperature."""
-        s = self.settings
-        coldest = min(s.temperatures)
+        settings = self.settings
+        coldest = min(settings.temperatures)
         cells = [cell for cell in self.cells if cell.temperature == coldest]
-        parts = [cell.prompts[: s.lossless_prompts] for cell in cells]
+        parts = [cell.prompts[: settings.lossless_prompts] for cell in cells]
         prompts = [prompt for part in parts for prompt in part]
-        exact = self.engine.in_float32(min(s.rows, len(prompts)))
+        exact = self.engine.in_float32(min(settings.rows, len(prompts)))
         if exact is None:
             return
         self._note("float32: the same tokens with and without drafting")
         try:
-            exact.prepare(prompts, s.max_tokens)
+            exact.prepare(prompts, settings.max_tokens)
             off, on = (self._greedy(exact, parts, speculate) for speculate in (False, True))
             for cell, references, outputs in zip(cells, off, on, strict=True):
                 cell.lossless.insert(0, self._compare(exact, references, outputs))

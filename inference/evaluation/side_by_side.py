@@ -196,8 +196,8 @@ def compare_methods(
         raise engines.interrupt
     cells = {name: measurement.cell() for name, measurement in measured.items()}
     versions = environment(engines.target.device, engines.target.dtype)
-    at = f"T={params.temperature:g}, {versions['dtype']}, {versions['device']}"
-    console.print(_table(cells, f"{title}: {len(prompts)} prompts, {at}"))
+    conditions = f"T={params.temperature:g}, {versions['dtype']}, {versions['device']}"
+    console.print(_table(cells, f"{title}: {len(prompts)} prompts, {conditions}"))
     for line in remarks(measured):
         console.print(line, highlight=False, soft_wrap=True)
     if saved is not None:

@@ -66,11 +66,11 @@ def row(cell: Cell) -> Row:
     }
 
 
-def spread(cell: Cell, of: Estimate) -> str:
+def spread(cell: Cell, estimate: Estimate) -> str:
     """The interval of an estimate of the cell, or the passes that are too few for one."""
-    if of.low is None or of.high is None:
+    if estimate.low is None or estimate.high is None:
         return "one pass" if num_repeats(cell.passes) == 1 else "two passes"
-    return f"{of.low:.2f}-{of.high:.2f}"
+    return f"{estimate.low:.2f}-{estimate.high:.2f}"
 
 
 def _same_text(cell: Cell) -> str:
@@ -115,19 +115,19 @@ def notes(report: AcceptanceReport) -> list[str]:
     """What the rows do not say, a sentence each."""
     lines = []
     for cell in report.pooled():
-        at = f"T={cell.temperature:g}"
+        temperature = f"T={cell.temperature:g}"
         if cell.num_drafts < cell.num_rounds:
             share = cell.num_drafts / cell.num_rounds
             lines.append(
-                f"{at}: drafted in {100 * share:.0f} % of the rounds; τ is over these, tokens per"
-                f" target forward ({cell.tokens_per_forward:.2f}) over all"
+                f"{temperature}: drafted in {100 * share:.0f} % of the rounds; τ is over these,"
+                f" tokens per target forward ({cell.tokens_per_forward:.2f}) over all"
             )
         if len(cell.acceptance_by_position) > 1:
             bins = ", ".join(
                 f"{b.start:,} to {2 * b.start - 1:,} {b.acceptance_length:.2f} ({b.rounds:,})"
                 for b in cell.acceptance_by_position
             )
-            lines.append(f"τ by position in the text at {at} (rounds): {bins}")
+            lines.append(f"τ by position in the text at {temperature} (rounds): {bins}")
         lines += timing_notes(cell)
     return lines + suite_notes(report)
 
@@ -136,16 +136,18 @@ def timing_notes(cell: Cell) -> list[str]:
     """How many tokens the times of a cell rest on, and the passes that stalled."""
     if not (drafted := cell.passes.get(SPECULATIVE)):
         return []
-    at = f"T={cell.temperature:g}"
+    temperature = f"T={cell.temperature:g}"
     tokens = [run.tokens for run in drafted]
     lines = [
-        f"{at}: timed with drafting: {min(tokens):,} to {max(tokens):,} tokens per workload and"
-        f" pass; passes: {num_repeats(cell.passes)}"
+        f"{temperature}: timed with drafting: {min(tokens):,} to {max(tokens):,} tokens per"
+        f" workload and pass; passes: {num_repeats(cell.passes)}"
     ]
-    lines += [f"{at}: {sentence}" for sentence in rounds_notes(cell)]
+    lines += [f"{temperature}: {sentence}" for sentence in rounds_notes(cell)]
     for stall in stalled(cell.passes):
         drafting = {SPECULATIVE: "with", AUTOREGRESSIVE: "without"}[stall.kind]
-        lines.append(f"{at}, {stall.run.workload}, {drafting} drafting: {stall_note(stall)}")
+        lines.append(
+            f"{temperature}, {stall.run.workload}, {drafting} drafting: {stall_note(stall)}"
+        )
     return lines
 
 
@@ -183,10 +185,13 @@ def print_report(report: AcceptanceReport, console: Console | None = None) -> No
     """Print the cells by temperature, one engine under the other if there are several, every suite,
     the notes and the gates."""
     console = console or Console()
-    p = report.provenance
-    title = f"{p.drafter_method} for {p.target_name}, K={p.num_speculative_tokens}, {p.dtype}"
-    if p.engine != OUR_ENGINE:
-        title += f" in {p.engine}"
+    provenance = report.provenance
+    title = (
+        f"{provenance.drafter_method} for {provenance.target_name},"
+        f" K={provenance.num_speculative_tokens}, {provenance.dtype}"
+    )
+    if provenance.engine != OUR_ENGINE:
+        title += f" in {provenance.engine}"
     if any(cell.suite is None for cell in report.headline):
         console.print(_cells(report, title))
     for suite in report.suites:
