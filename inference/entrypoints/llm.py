@@ -1,7 +1,7 @@
 """LLM: the front door, in vLLM's shape. Text in, text out, and what drafting gained.
 
-Here are its options, and the loading of what they name. What it does with prompts is of
-TextGenerator."""
+Here are its options, and the loading of what they name. What it does with prompts is in
+text_generator.py."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ class LLM(TextGenerator):
     max_num_seqs            responses written at the same time; the others wait
     max_num_batched_tokens  prompt tokens that one forward of the target reads
     enforce_eager           False: rounds on CUDA run compiled, with CUDA graphs. True: never. None:
-                            as `compilation_config` says; without it they do for batches of up to 8,
-                            in the shapes that `warm_up` has compiled
+                            as `compilation_config` says; without one, rounds of up to 8 responses
+                            run compiled on CUDA, in the shapes that `warm_up` has compiled
     compilation_config      how rounds are compiled, as in vLLM: a mode from 0 (not at all) to 3, or
                             a dict with "mode", "backend", "cudagraph_mode"
     tensor_parallel_size    without effect: the target is on one device. Above 1 it is a warning

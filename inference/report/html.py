@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import io
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jinja2
 import matplotlib
@@ -18,7 +18,13 @@ from markupsafe import Markup
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from draftsmith.inference.report.schema import ALL_WORKLOADS, AcceptanceReport
+from draftsmith.inference.report.schema import (
+    ALL_WORKLOADS,
+    AUTOREGRESSIVE,
+    SPECULATIVE,
+    AcceptanceReport,
+    Cell,
+)
 from draftsmith.inference.report.table import EVERY, notes, row, spread
 
 PALETTE = ("#0072b2", "#e69f00", "#00805e", "#b8508f", "#56b4e9", "#c9520a", "#7a5fb5", "#8a7a2c")
@@ -52,13 +58,12 @@ def render_html(report: AcceptanceReport) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters.update(figure=svg, number="{:,.2f}".format, spread=spread)
+    environment.filters.update(figure=svg)
     with matplotlib.rc_context(STYLE):
         return environment.get_template("report.html.j2").render(
             report=report,
             provenance=report.provenance,
-            summary=report.summary,
-            pooled=report.pooled(),
+            cards=cards(report),
             columns=EVERY,
             rows=[
                 (row(cell) | {"workload": cell.label}, cell.workload == ALL_WORKLOADS)
@@ -68,6 +73,60 @@ def render_html(report: AcceptanceReport) -> str:
             figures=[speedup_bars(report), *position_lines(report)],
             checks=[(cell.temperature, c) for cell in report.pooled() for c in cell.lossless],
         )
+
+
+# ------------------------------------------------------------------ cards
+
+
+class Card(NamedTuple):
+    """A figure at the top of the page, in words. `state`: good, bad, or neither."""
+
+    label: str
+    value: str
+    note: str
+    state: str = ""
+
+
+def cards(report: AcceptanceReport) -> list[Card]:
+    """The acceptance length and the speedup over all workloads by temperature, then whether the
+    text is the same."""
+    shown = []
+    for cell in report.pooled():
+        shown.append(_length_card(cell, report.provenance.num_speculative_tokens))
+        shown.append(_speedup_card(cell))
+    return [*shown, _same_text_card(report)]
+
+
+def _length_card(cell: Cell, num_speculative_tokens: int) -> Card:
+    note = f"of at most {num_speculative_tokens + 1}"
+    if cell.expected:
+        note += f" · expected {cell.expected.acceptance_length:,.2f}"
+    label = f"Acceptance length, T={cell.temperature:g}"
+    return Card(label, f"{cell.acceptance_length:,.2f}", note)
+
+
+def _speedup_card(cell: Cell) -> Card:
+    label = f"Speedup, T={cell.temperature:g}"
+    speedup = cell.speedup_vs_autoregressive
+    if speedup is None:
+        return Card(label, "—", "not timed")
+    on = cell.tokens_per_second[SPECULATIVE].value
+    off = cell.tokens_per_second[AUTOREGRESSIVE].value
+    note = f"{spread(cell, speedup)} · {on:.1f} against {off:.1f} tokens/s"
+    return Card(label, f"{speedup.value:,.2f}×", note)
+
+
+def _same_text_card(report: AcceptanceReport) -> Card:
+    label = "Same text as without drafting"
+    if "lossless_mismatches" not in report.summary:
+        return Card(label, "—", "not checked")
+    mismatches = int(report.summary["lossless_mismatches"])
+    ties = int(report.summary["lossless_ties"])
+    compared = sum(check.checked_prompts for cell in report.pooled() for check in cell.lossless)
+    note = f"{mismatches} mismatches, {ties} ties in {compared} comparisons"
+    if mismatches:
+        return Card(label, "no", note, "bad")
+    return Card(label, "yes", note, "good")
 
 
 # ------------------------------------------------------------------ figures
