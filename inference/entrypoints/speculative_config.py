@@ -94,12 +94,12 @@ def complete(
 
 
 def _sizes(options: Mapping[str, Any], drafter: str, config: DrafterConfig) -> dict[str, int]:
-    """K where nobody gives it: of a chain as its folder says or as is usual for the family, of a
-    tree that grows `speculative_eagle_topk` nodes a level. A fixed tree says it itself."""
+    """`sizes_of`, with as many tokens in a row as the drafter's folder says or as is usual for its
+    family."""
     topk = options.get("speculative_eagle_topk")
     steps = options.get("speculative_num_steps")
     if isinstance(topk, int) and isinstance(steps, int):
-        return {"num_speculative_tokens": topk * steps}
+        return sizes_of(options, steps)
     section = read_fields(drafter).get("draftsmith") or {}
     length = section.get("num_speculative_tokens") or config.usual_drafts
     if not length:
@@ -110,6 +110,21 @@ def _sizes(options: Mapping[str, Any], drafter: str, config: DrafterConfig) -> d
             drafter,
             length,
         )
+    return sizes_of(options, length)
+
+
+def sizes_of(options: Mapping[str, Any], length: int) -> dict[str, int]:
+    """The sizes that `options` of a method leave out, where `length` tokens are drafted in a row: K
+    of a chain; of a tree that grows its levels, and `speculative_eagle_topk` nodes for each. None
+    where a number of tokens or a fixed tree is among the options."""
+    if options.get("num_speculative_tokens") is not None:
+        return {}
+    if options.get("speculative_token_tree") is not None:
+        return {}
+    topk = options.get("speculative_eagle_topk")
     if not isinstance(topk, int):
         return {"num_speculative_tokens": length}
-    return {"num_speculative_tokens": topk * length, "speculative_num_steps": length}
+    steps = options.get("speculative_num_steps")
+    if not isinstance(steps, int):
+        steps = length
+    return {"num_speculative_tokens": topk * steps, "speculative_num_steps": steps}

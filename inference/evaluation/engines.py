@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -21,11 +21,17 @@ from draftsmith.inference.entrypoints.loading import (
     load_tokenizer,
     target_config,
 )
+from draftsmith.inference.entrypoints.speculative_config import (
+    parse_speculative_config,
+    sizes_of,
+)
 from draftsmith.inference.model_runner.model_runner import ModelRunner
 from draftsmith.inference.outputs import RequestOutput
 from draftsmith.inference.report.schema import OUR_ENGINE, EngineFacts
 from draftsmith.inference.sampling_params import SamplingParams
 from draftsmith.inference.spec_decode.proposers.methods import method_options
+from draftsmith.inference.spec_decode.proposers.options import MethodOptions
+from draftsmith.inference.spec_decode.verification.rejection_sampler import AUTO
 from draftsmith.speculators.drafter import Drafter
 from draftsmith.speculators.errors import ConfigError
 from draftsmith.speculators.export import load_drafter, read_drafter_config
@@ -49,8 +55,11 @@ class Drafting:
     model       the target: folder or repository id
     method      the drafter's family, or a training-free method
     drafter     folder or id of the export; None if training-free
+    num_speculative_tokens   tokens drafted in a row
     seed        of the engine
     options     further options of an LLM: dtype, device, revision, trust_remote_code, tokenizer
+    further     options of speculative_config beside method, model and number: adaptive lengths,
+                trees
     """
 
     model: str
@@ -60,11 +69,20 @@ class Drafting:
     rows: int
     seed: int
     options: Mapping[str, Any]
+    further: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in {"method", "model"} & set(self.further):
+            raise ConfigError(
+                f"{name} is among them, but the drafter is named elsewhere; expected options of its"
+                " drafting, such as enable_adaptive_verification (docs/runtime.md)",
+                where="speculative_config",
+            )
 
     @classmethod
     def of(cls, model: str, drafter: str | None, method: str | None, **rest: Any) -> Drafting:
         """Reads the method of an export from its config.json. ConfigError if neither or both are
-        given."""
+        given, and for further options that the method does not have."""
         if (drafter is None) == (method is None):
             raise ConfigError(
                 "give the folder of an exported drafter, or a training-free method without one",
@@ -74,18 +92,31 @@ class Drafting:
             source = source_of(rest["options"])
             layers = target_config(model, **source).num_hidden_layers
             method = read_drafter_config(str(drafter), layers).family
-        return cls(model, method, drafter, **rest)
+        drafting = cls(model, method, drafter, **rest)
+        parse_speculative_config(drafting.speculative_config)
+        return drafting
 
     @property
     def speculative_config(self) -> dict[str, Any]:
-        """Options of `speculative_config` that every engine reads alike."""
-        config: dict[str, Any] = {
-            "method": self.method,
-            "num_speculative_tokens": self.num_speculative_tokens,
-        }
+        """Options of `speculative_config` that every engine reads alike, as far as there are no
+        further ones."""
+        config: dict[str, Any] = {"method": self.method}
         if self.drafter is not None:
             config["model"] = self.drafter
-        return config | method_options(self.method).measured
+        config |= method_options(self.method).measured
+        config |= self.further
+        return config | sizes_of(self.further, self.num_speculative_tokens)
+
+    @property
+    def drafts(self) -> MethodOptions:
+        """The checked options of `speculative_config`."""
+        return parse_speculative_config(self.speculative_config)
+
+    @property
+    def depth(self) -> int:
+        """Most drafts that a round can accept: of a tree its levels."""
+        tree = self.drafts.tree
+        return self.drafts.most_drafts if tree is None else tree.depth
 
     @property
     def source(self) -> dict[str, Any]:
@@ -172,9 +203,11 @@ class MeasuredEngine(ABC):
         return load_tokenizer(drafting.model, drafting.options.get("tokenizer"), **drafting.source)
 
     def replayed(self, temperature: float) -> bool:
-        """True if replay models the drafts: those of a head, sampled above temperature 0."""
-        sampled = self.facts().draft_sample_method == "probabilistic"
-        return self.drafting.drafter is not None and (temperature == 0 or sampled)
+        """True if replay models the drafts: chains of a head that are always as long, sampled above
+        temperature 0."""
+        if self.drafting.drafter is None or self.drafting.further:
+            return False
+        return temperature == 0 or self.facts().draft_sample_method == "probabilistic"
 
     def stop(self) -> None:  # noqa: B027 (most have nothing to do)
         """Frees everything but `models`. No further responses are asked for."""
@@ -195,8 +228,9 @@ class RuntimeEngine(MeasuredEngine):
     def __init__(self, drafting: Drafting) -> None:
         super().__init__(drafting)
         options: dict[str, Any] = {"max_num_seqs": drafting.rows, "seed": drafting.seed}
-        # the rule is vLLM's, and the one that the replay expects exactly
-        config = {"rejection_sample_method": "token", **drafting.speculative_config}
+        # of chains the rule is vLLM's, and the one that the replay expects exactly
+        rule = "token" if drafting.drafts.tree is None else AUTO
+        config = {"rejection_sample_method": rule, **drafting.speculative_config}
         self.llm = LLM(drafting.model, speculative_config=config, **{**options, **drafting.options})
         self.device = self.llm.engine.target.device
 

@@ -87,6 +87,8 @@ class EvaluationSettings:
     prompts_per_workload  prompts for acceptance and replay: 16 of 100 tokens are some 500 rounds,
                           which settles the acceptance length over six workloads to about 1 %
     rows                  prompts in flight for these; acceptance does not depend on it
+    speculative_config    further options of drafting: adaptive lengths, trees (docs/runtime.md).
+                          Without any, chains of num_speculative_tokens are drafted
     timed_prompts         least prompts of a timed pass, the same ones in every repeat
     timed_tokens          least tokens of a timed pass: more prompts are timed until there are as
                           many; a pass of fewer is settled by a few rounds
@@ -99,6 +101,7 @@ class EvaluationSettings:
     top_p: float = 1.0
     top_k: int = 0
     num_speculative_tokens: int = 4
+    speculative_config: Mapping[str, Any] = field(default_factory=dict)
     max_tokens: int = 128
     prompts_per_workload: int = 16
     rows: int = 32
@@ -160,6 +163,7 @@ def evaluate(
         rows=min(max(settings.rows, settings.batch_size), in_flight),
         seed=settings.seed,
         options=dict(llm_options or {}),
+        further=settings.speculative_config,
     )
     measured = engine(drafting)
     cells = _cells(parts, measured, settings)
@@ -170,7 +174,8 @@ def evaluate(
         raise EvaluationStopped([cell.cell() for cell in cells if cell.ended]) from stop
     facts = facts.model_copy(update={"duration_s": round(time.monotonic() - began, 1)})
     progress(1.0, "done")
-    return build_report(cells, facts, [suite.facts for suite in suites])
+    most = {"num_speculative_tokens": facts.num_speculative_tokens}
+    return build_report(cells, facts, [suite.facts.model_copy(update=most) for suite in suites])
 
 
 def _measure(run: _Evaluation, provenance: Mapping[str, Any]) -> Provenance:
@@ -219,7 +224,8 @@ def _provenance(
         drafter_path=drafting.drafter,
         drafter_config=config,
         drafter_weights_sha256=weights,
-        num_speculative_tokens=drafting.num_speculative_tokens,
+        num_speculative_tokens=drafting.drafts.most_drafts,
+        speculative_config=dict(drafting.further),
         engine=facts.name,
         engines=[facts],
         created_at=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
@@ -292,7 +298,7 @@ def _cells(
             part.workload,
             temperature,
             engine.drafting.method,
-            settings.num_speculative_tokens,
+            engine.drafting.depth,
             engine=engine.name,
             suite=part.suite,
             chats=part.chats,
@@ -489,7 +495,7 @@ class _Evaluation:
             engine.runner,
             off,
             on,
-            num_speculative_tokens=self.settings.num_speculative_tokens,
+            num_speculative_tokens=engine.drafting.drafts.most_drafts,
             rows=min(self.settings.rows, len(on)),
         )
 

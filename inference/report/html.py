@@ -92,13 +92,13 @@ def cards(report: AcceptanceReport) -> list[Card]:
     text is the same."""
     shown = []
     for cell in report.pooled():
-        shown.append(_length_card(cell, report.provenance.num_speculative_tokens))
+        shown.append(_length_card(cell))
         shown.append(_speedup_card(cell))
     return [*shown, _same_text_card(report)]
 
 
-def _length_card(cell: Cell, num_speculative_tokens: int) -> Card:
-    note = f"of at most {num_speculative_tokens + 1}"
+def _length_card(cell: Cell) -> Card:
+    note = f"of at most {len(cell.num_accepted_tokens_per_pos) + 1}"
     if cell.expected:
         note += f" · expected {cell.expected.acceptance_length:,.2f}"
     label = f"Acceptance length, T={cell.temperature:g}"

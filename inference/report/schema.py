@@ -264,6 +264,8 @@ class Provenance(Record):
     """Hash over the drafter's weight files, in name order; null if training-free."""
     num_speculative_tokens: int = Field(ge=1)
     """K: tokens drafted per round at most."""
+    speculative_config: dict[str, Any] = {}
+    """Further options of drafting: adaptive lengths, trees; empty: chains of K."""
     max_num_seqs: int | None = None
     """Rows decoded at once while timing."""
     engine: str = OUR_ENGINE

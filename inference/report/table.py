@@ -99,6 +99,12 @@ def position_rows(cells: Iterable[Cell]) -> list[list[str]]:
     ]
 
 
+def _positions(report: AcceptanceReport) -> list[str]:
+    """Headings of `position_rows`: of trees there are as many positions as levels."""
+    most = max(len(cell.num_accepted_tokens_per_pos) for cell in report.pooled())
+    return [str(position) for position in range(1, most + 1)]
+
+
 def suite_notes(report: AcceptanceReport) -> list[str]:
     """What the results of each suite depend on, a sentence each."""
     return [
@@ -190,6 +196,8 @@ def print_report(report: AcceptanceReport, console: Console | None = None) -> No
         f"{provenance.drafter_method} for {provenance.target_name},"
         f" K={provenance.num_speculative_tokens}, {provenance.dtype}"
     )
+    for name, value in provenance.speculative_config.items():
+        title += f", {name}: {value}"
     if provenance.engine != OUR_ENGINE:
         title += f" in {provenance.engine}"
     if any(cell.suite is None for cell in report.headline):
@@ -197,8 +205,7 @@ def print_report(report: AcceptanceReport, console: Console | None = None) -> No
     for suite in report.suites:
         part = report.of_suite(suite.name)
         console.print(_cells(part, f"{suite.name}: {title}"))
-        positions = map(str, range(1, suite.num_speculative_tokens + 1))
-        rates = new_table("acceptance by position, %", "", "T", *positions)
+        rates = new_table("acceptance by position, %", "", "T", *_positions(part))
         for values in position_rows(part.pooled()):
             rates.add_row(*values)
         console.print(rates)
@@ -269,6 +276,5 @@ def markdown(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def report_tables(report: AcceptanceReport) -> str:
     """Every cell of the report's own engine, and acceptance by position, as `markdown`."""
     cells = markdown(COLUMNS, [_values(row(cell)) for cell in report.own_cells()])
-    positions = map(str, range(1, report.provenance.num_speculative_tokens + 1))
-    heads = ["by position, %", "T", *positions]
+    heads = ["by position, %", "T", *_positions(report)]
     return f"{cells}\n\n{markdown(heads, position_rows(report.pooled()))}"

@@ -248,7 +248,13 @@ def speculative_config(
     """The `speculative_config` of vLLM `version`, and the options that its LLM needs for it.
 
     The method is always named, or vLLM would guess it from the path. ConfigError for an export that
-    is no model."""
+    is no model, and for lengths and trees of this runtime."""
+    if drafting.further:
+        raise ConfigError(
+            f"{', '.join(drafting.further)}: options of this runtime's drafting; leave them out, or"
+            " measure with --engine draftsmith alone",
+            where="--engine vllm",
+        )
     config = dict(drafting.speculative_config)
     needs: dict[str, Any] = {}
     if drafting.drafter is None:

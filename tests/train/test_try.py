@@ -48,10 +48,25 @@ def test_evaluation_asks_for_prompts_where_the_default_ones_are_not(tmp_path, mo
 
 def test_drafter_is_given_once():
     # so that repeats are alike
-    assert _methods([], None)["suffix"]["suffix_decoding_max_cached_requests"] == 0
-    assert _methods(["a", "b"], 3)["b"] == {"model": "b", "num_speculative_tokens": 3}
+    assert _methods([], None, {})["suffix"]["suffix_decoding_max_cached_requests"] == 0
+    assert _methods(["a", "b"], 3, {})["b"] == {"model": "b", "num_speculative_tokens": 3}
     with raises_at(ConfigError, "--drafter a"):
-        _methods(["a", "a"], None)
+        _methods(["a", "a"], None, {})
+
+
+def test_further_options_are_those_of_the_drafters():
+    tree = {"speculative_eagle_topk": 2}
+    methods = _methods(["a"], 3, tree)
+    assert methods["a"] == {
+        "model": "a",
+        "num_speculative_tokens": 6,
+        "speculative_num_steps": 3,
+        **tree,
+    }
+    assert "speculative_eagle_topk" not in methods["ngram"]
+    assert _methods(["a"], None, tree)["a"] == {"model": "a", **tree}
+    with raises_at(ConfigError, "--speculative-config"):
+        _methods([], None, tree)
 
 
 def test_evaluation_without_a_recipe_keeps_its_files_in_out_and_names_its_options(tmp_path):

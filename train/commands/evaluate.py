@@ -19,6 +19,7 @@ from draftsmith.train.commands.options import (
     Model,
     Overrides,
     Precision,
+    SpeculativeConfig,
     command_of,
 )
 
@@ -68,6 +69,7 @@ class EvaluateOptions:
         str, typer.Option(metavar="JSON", help="Variables of the template: enable_thinking, ...")
     ] = ""
     num_speculative_tokens: DraftTokens = None
+    speculative_config: SpeculativeConfig = ""
     temperature: Annotated[
         list[float] | None,
         typer.Option(help="Of sampling; 0 is greedy; repeatable; default: 0 and 1."),
@@ -103,10 +105,11 @@ def _evaluate_recipe(recipe: Path, options: EvaluateOptions, engines: Engines | 
     from draftsmith.train.recipe.load import load_recipe
 
     prompts = (options.suite, options.suite_path, options.chat_template_kwargs, options.prompts)
-    if any((*prompts, options.model, options.drafter, options.method)):
+    drafting = (options.drafter, options.method, options.speculative_config)
+    if any((*prompts, options.model, *drafting)):
         raise ConfigError(
-            "a recipe names its target, drafter and prompts itself, as well as"
-            " evaluation.suites and data.chat_template_kwargs",
+            "a recipe names its target, drafter and prompts itself, as well as evaluation.suites,"
+            " evaluation.speculative_config and data.chat_template_kwargs",
             where="evaluate",
         )
     return evaluate_run(load_recipe(recipe, options.overrides or ()), engines)
@@ -136,6 +139,7 @@ def _evaluate_drafter(options: EvaluateOptions, engines: Engines | None) -> None
         suites=dict(zip_longest(suites, paths)),
         suite_prompts=options.prompts_per_workload,
         num_speculative_tokens=options.num_speculative_tokens or default_tokens(options.method),
+        speculative_config=json_option("--speculative-config", options.speculative_config) or {},
         max_tokens=options.max_tokens,
         prompts_per_workload=options.prompts_per_workload or 16,
         repeats=options.repeats,

@@ -38,6 +38,13 @@ DraftTokens = Annotated[
         " with `try` what it was made for.",
     ),
 ]
+SpeculativeConfig = Annotated[
+    str,
+    typer.Option(
+        metavar="JSON",
+        help="Further options of the drafter: adaptive lengths, trees (docs/runtime.md).",
+    ),
+]
 MaxTokens = Annotated[int, typer.Option(min=2, help="Longest response.")]
 TargetLayers = Annotated[
     int | None,

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from draftsmith.inference.flags import json_option
 from draftsmith.speculators.errors import ConfigError
 from draftsmith.train.commands.options import (
     DraftTokens,
     MaxTokens,
     Model,
     Precision,
+    SpeculativeConfig,
     command_of,
 )
 
@@ -36,6 +38,7 @@ class TryOptions:
     ] = None
     num_prompts: Annotated[int, typer.Option(min=1, help="Prompts of each workload.")] = 8
     num_speculative_tokens: DraftTokens = None
+    speculative_config: SpeculativeConfig = ""
     max_tokens: MaxTokens = 128
     temperature: Annotated[
         float, typer.Option(min=0, help="0 is greedy; above it, texts are not compared.")
@@ -61,9 +64,10 @@ def run(options: TryOptions) -> None:
 
     if options.json_file is not None:
         check_writable("--json", options.json_file)
+    further = json_option("--speculative-config", options.speculative_config) or {}
     same = compare_methods(
         options.model,
-        _methods(options.drafter or [], options.num_speculative_tokens),
+        _methods(options.drafter or [], options.num_speculative_tokens, further),
         _prompts(options),
         SamplingParams(temperature=options.temperature, max_tokens=options.max_tokens),
         repeats=options.repeats,
@@ -101,11 +105,17 @@ def _prompts(options: TryOptions) -> Callable[[Any], list[Prompt]]:
     return prompts_of
 
 
-def _methods(drafters: list[str], k: int | None) -> dict[str, dict[str, Any]]:
+def _methods(
+    drafters: list[str], k: int | None, further: Mapping[str, Any]
+) -> dict[str, dict[str, Any]]:
     """Name -> speculative_config: every method without a checkpoint, and the drafters by their
-    folders. No text of an earlier repeat is drafted from. ConfigError: one is given twice."""
+    folders, with `further` options. No text of an earlier repeat is drafted from. ConfigError: one
+    is given twice, or there are options of drafters and no drafter."""
+    from draftsmith.inference.entrypoints.speculative_config import sizes_of
     from draftsmith.inference.spec_decode.proposers.methods import TRAINING_FREE, method_options
 
+    if further and not drafters:
+        raise ConfigError("options of a --drafter, and there is none", where="--speculative-config")
     tokens = {"num_speculative_tokens": k} if k else {}
     methods: dict[str, dict[str, Any]] = {
         name: {"method": name} | method_options(name).measured | tokens for name in TRAINING_FREE
@@ -113,7 +123,9 @@ def _methods(drafters: list[str], k: int | None) -> dict[str, dict[str, Any]]:
     for drafter in drafters:
         if drafter in methods:
             raise ConfigError("given twice, or the name of a method", where=f"--drafter {drafter}")
-        methods[drafter] = {"model": drafter} | tokens
+        methods[drafter] = {"model": drafter, **further}
+        if k:
+            methods[drafter] |= sizes_of(further, k)
     return methods
 
 

@@ -13,7 +13,7 @@ from draftsmith.speculators.errors import ConfigError
 from draftsmith.speculators.export import read_drafter_config, resolve
 from draftsmith.speculators.export.formats import layout_for
 from draftsmith.speculators.registry import config_for_target, family_class
-from draftsmith.train.recipe.recipe import Recipe
+from draftsmith.train.recipe.recipe import EXPORT, Recipe
 
 DEFAULT_DRAFT_VOCABULARY = 32_000
 logger = logging.getLogger(__name__)
@@ -97,14 +97,36 @@ def start_folder(recipe: Recipe, *, weights: bool = True) -> Path | None:
 
 def sketch_drafter(recipe: Recipe, config: DrafterConfig) -> Drafter:
     """The drafter without memory for its weights. ConfigError if the recipe wants more drafts than
-    it can make, or longer texts."""
+    it can make, drafts of another kind, or longer texts."""
     with torch.device("meta"):
         drafter = family_class(config.family)(config)
     drafter.require_depth(
         recipe.evaluation.num_speculative_tokens, "evaluation.num_speculative_tokens"
     )
+    drafter.require_depth(_measured_depth(recipe), "the depth of evaluation.speculative_config")
     drafter.require_length(recipe.data.max_length, "data.max_length")
     return drafter
+
+
+def _measured_depth(recipe: Recipe) -> int:
+    """Most drafts that a round of the evaluation can accept. ConfigError for options of drafting
+    that the family does not have."""
+    from draftsmith.inference.evaluation.engines import Drafting
+
+    e = recipe.evaluation
+    try:
+        return Drafting(
+            recipe.target.model,
+            recipe.family,
+            EXPORT,
+            e.num_speculative_tokens,
+            rows=1,
+            seed=0,
+            options={},
+            further=e.speculative_config,
+        ).depth
+    except ConfigError as error:
+        raise ConfigError(f"{error}", where="evaluation.speculative_config") from None
 
 
 def fitting(recipe: Recipe, config: DrafterConfig) -> DrafterConfig:

@@ -161,6 +161,8 @@ class Recipe(Section):
             names.remove("lossless_mismatches")
         if len(e.engines) < 2:
             names = {name for name in names if not name.endswith("vllm_gap")}
+        if e.speculative_config:
+            names = {name for name in names if not name.endswith("expected_measured_gap")}
         return names
 
     @model_validator(mode="after")

@@ -303,7 +303,11 @@ class EvaluationSection(Section):
     top_k: Count = 0
     """most likely tokens kept in the sampled runs; 0: off"""
     num_speculative_tokens: PositiveInt = 4
-    """tokens drafted per verification"""
+    """tokens drafted per verification; of a tree that grows, its levels"""
+    speculative_config: dict[str, Any] = Field({})
+    """further options of drafting, such as enable_adaptive_verification or speculative_eagle_topk
+    (docs/runtime.md); empty: chains of num_speculative_tokens, whose acceptance is also expected by
+    replay"""
     max_tokens: PositiveInt = 128
     """longest response"""
     timed_prompts: PositiveInt = 3
@@ -329,6 +333,15 @@ class EvaluationSection(Section):
         if unknown := [name for name in names if name not in list(SUITES)]:
             raise ValueError(f"expected names of {', '.join(SUITES)}, got '{unknown[0]}'")
         return dict.fromkeys(names) if isinstance(names, list) else names
+
+    @model_validator(mode="after")
+    def _drafting_is_ours(self) -> EvaluationSection:
+        if self.speculative_config and self.engines != ["draftsmith"]:
+            raise ValueError(
+                "speculative_config: options of this runtime's drafting, but engines names vllm;"
+                " measure with draftsmith alone"
+            )
+        return self
 
     @property
     def suite_paths(self) -> dict[str, str]:

@@ -241,6 +241,43 @@ SMALL = EvaluationSettings(
 )
 
 
+ADAPTIVE = {
+    "enable_adaptive_verification": True,
+    "adaptive_verification_costs": {"verify": [10, 10.5, 11, 11.5], "draft": [0.3, 0.6, 0.9]},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("further", "nodes", "levels"),
+    [
+        (ADAPTIVE, K, K),
+        ({"speculative_eagle_topk": 2}, 2 * K, K),
+        ({"speculative_eagle_topk": 2, "speculative_num_steps": 2}, 4, 2),
+        ({"speculative_token_tree": "[(0,), (1,), (0, 0)]"}, 3, 2),
+    ],
+    ids=["adaptive", "grown", "grown in two levels", "fixed"],
+)
+def test_lengths_that_adapt_and_trees_are_measured(further, nodes, levels, folders) -> None:
+    """Replay, which models chains of K, expects nothing of them."""
+    settings = replace(SMALL, speculative_config=further, repeats=0, max_tokens=20)
+    report = evaluate(*folders, {"one": some_prompts(3)}, settings)
+    assert report.provenance.speculative_config == further
+    assert report.provenance.num_speculative_tokens == nodes
+    assert report.summary["lossless_mismatches"] == 0
+    for cell in report.pooled():
+        assert cell.expected is None and len(cell.num_accepted_tokens_per_pos) == levels
+        per_round = cell.num_draft_tokens / cell.num_drafts
+        assert 0 < per_round < K if further is ADAPTIVE else nodes / 2 < per_round <= nodes
+
+
+def test_further_options_do_not_name_another_drafter(folders) -> None:
+    with raises_at(ConfigError, "speculative_config"):
+        evaluate(
+            *folders, {"one": some_prompts(1)}, replace(SMALL, speculative_config={"model": "x"})
+        )
+
+
 @pytest.mark.slow
 def test_the_report_is_whole(folders) -> None:
     shares: list[float] = []

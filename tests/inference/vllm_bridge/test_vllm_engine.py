@@ -58,8 +58,15 @@ def test_family_is_named_and_sampled_as_here(tiny_model, target_folder, tmp_path
     assert needs == ({"hf_overrides": {"num_nextn_predict_layers": 1}} if family == "mtp" else {})
 
 
-def drafting(model: str, drafter: str | None, method: str | None) -> Drafting:
-    return Drafting.of(model, drafter, method, num_speculative_tokens=3, rows=4, seed=0, options={})
+def drafting(model: str, drafter: str | None, method: str | None, **further) -> Drafting:
+    sizes = {"num_speculative_tokens": 3, "rows": 4, "seed": 0}
+    return Drafting.of(model, drafter, method, **sizes, options={}, further=further)
+
+
+def test_lengths_that_adapt_are_not_asked_of_vllm(target_folder) -> None:
+    adaptive = drafting(target_folder, None, "ngram", enable_adaptive_verification=True)
+    with raises_at(ConfigError, "--engine vllm"):
+        speculative_config(adaptive)
 
 
 def test_method_without_a_checkpoint_has_the_same_options_everywhere(target_folder) -> None:

@@ -4,16 +4,19 @@ command's options."""
 from __future__ import annotations
 
 import pytest
+from pydantic import ValidationError
 
 from draftsmith.inference.evaluation.engines import RuntimeEngine
 from draftsmith.inference.vllm_bridge.vllm_engine import VllmOptions, child_environment
 from draftsmith.inference.vllm_python import PYTHON
 from draftsmith.speculators.errors import ConfigError, UnsupportedTarget
+from draftsmith.speculators.registry import config_for_target
 from draftsmith.speculators.target.frozen_target import FrozenTarget
 from draftsmith.train.pipeline import acceptance_stage
-from draftsmith.train.pipeline.acceptance_stage import engines_of, gate_bounds
+from draftsmith.train.pipeline.acceptance_stage import engines_of, gate_bounds, settings_of
 from draftsmith.train.pipeline.run import run
 from draftsmith.train.pipeline.run_target import require_abilities
+from draftsmith.train.recipe.drafter_config import sketch_drafter
 from tests.support.cli import refused
 from tests.support.errors import raises_at
 from tests.support.quickstart_data import source as quickstart
@@ -42,6 +45,43 @@ def test_without_vllm_a_run_is_measured_here_alone_unless_a_gate_needs_it(monkey
     with pytest.raises(ConfigError, match=PYTHON):
         run(written, [f"output_dir={tmp_path / 'run'}"])
     assert not (tmp_path / "run").exists()
+
+
+def test_drafting_of_this_runtime_is_measured_in_it_and_expected_by_nobody() -> None:
+    tree = {"speculative_config": {"speculative_eagle_topk": 2}}
+    assert settings_of(recipe(**tree)).speculative_config == tree["speculative_config"]
+    with pytest.raises(ValidationError, match="speculative_config"):
+        recipe(**tree, **BOTH)
+    with pytest.raises(ValidationError, match="expected_measured_gap"):
+        recipe({"t0.expected_measured_gap": {"max": 0.1}}, **tree)
+
+
+@pytest.mark.parametrize(
+    "further",
+    [
+        {"speculative_eagle_topk": 0},
+        {"lookahead_window_size": 5},
+        {"method": "ngram"},
+    ],
+)
+def test_drafting_that_the_head_cannot_do_is_refused_before_training(further, tiny_model) -> None:
+    target = FrozenTarget(tiny_model("llama"))
+    config = config_for_target(target, "medusa", num_heads=2)
+    asked = recipe_of(
+        "medusa", evaluation={"num_speculative_tokens": 2, "speculative_config": further}
+    )
+    with raises_at(ConfigError, "evaluation.speculative_config"):
+        sketch_drafter(asked, config)
+
+
+def test_a_tree_deeper_than_the_head_is_refused_before_training(tiny_model) -> None:
+    deep = {"speculative_token_tree": "[(0,), (0, 0), (0, 0, 0)]"}
+    asked = recipe_of(
+        "medusa", evaluation={"num_speculative_tokens": 2, "speculative_config": deep}
+    )
+    config = config_for_target(FrozenTarget(tiny_model("llama")), "medusa", num_heads=2)
+    with pytest.raises(ConfigError, match="evaluation.speculative_config is 3"):
+        sketch_drafter(asked, config)
 
 
 def test_a_vllm_that_is_started_does_not_inherit_its_parents_rank(monkeypatch):
