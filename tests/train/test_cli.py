@@ -49,6 +49,20 @@ def test_starts_without_torch():
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
+def test_help_every_command_is_listed_with_a_whole_sentence():
+    listed = CliRunner().invoke(app, ["--help"], terminal_width=80).output
+    names = get_command(app).commands
+    lines = [line for line in listed.splitlines() if line.split()[:1] and line.split()[0] in names]
+    assert len(lines) == len(names)
+    assert not [line for line in lines if not line.endswith(".") or line.endswith("...")]
+
+
+@pytest.mark.parametrize("name", get_command(app).commands)
+def test_help_every_option_says_what_it_takes(name):
+    parameters = get_command(app).commands[name].params
+    assert not [parameter.name for parameter in parameters if not parameter.help]
+
+
 WITHOUT_EXTRAS = """
 import sys
 from draftsmith.inference.console import EXTRAS
