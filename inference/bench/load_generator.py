@@ -24,7 +24,7 @@ from rich.console import Console
 from draftsmith.inference.bench.bench_options import BenchOptions
 from draftsmith.inference.bench.datasets import Question, load_questions
 from draftsmith.inference.metrics import SpecDecodeCounters
-from draftsmith.inference.progress import Stages
+from draftsmith.inference.progress import Advance, Stages
 from draftsmith.speculators.errors import ConfigError, DraftsmithError
 
 KEY = "OPENAI_API_KEY"
@@ -120,24 +120,10 @@ async def _measure(options: BenchOptions, questions: Sequence[Question]) -> dict
         first = await stream(client, options, name, questions[0], 0)  # warms the server up
         if first.error:
             raise DraftsmithError(f"a first request failed: {first.error}", where=options.url)
-        arrivals = arrival_times(count, options.request_rate, options.seed)
-        slots = asyncio.Semaphore(options.max_concurrency or count)
         before = await drafting_counters(client)
-        ended: list[Outcome] = []
-        start = time.perf_counter()
-
-        async def ask(index: int) -> Outcome:
-            await asyncio.sleep(max(0.0, start + arrivals[index] - time.perf_counter()))
-            async with slots:
-                outcome = await stream(client, options, name, questions[index], index)
-            ended.append(outcome)
-            advance(len(ended))
-            return outcome
-
         stages = Stages(console=Console(stderr=True))
         with stages.stage(f"requests to {options.url}", count) as advance:
-            outcomes = await asyncio.gather(*map(ask, range(count)))
-        duration = time.perf_counter() - start
+            outcomes, duration = await _send_all(client, options, name, questions, advance)
         drafting = drafting_results(before, await drafting_counters(client))
     description = {
         "model_id": name,
@@ -148,6 +134,32 @@ async def _measure(options: BenchOptions, questions: Sequence[Question]) -> dict
         "max_concurrency": options.max_concurrency,
     }
     return description | latency_results(outcomes, duration) | drafting
+
+
+async def _send_all(
+    client: openai.AsyncOpenAI,
+    options: BenchOptions,
+    name: str,
+    questions: Sequence[Question],
+    advance: Advance,
+) -> tuple[list[Outcome], float]:
+    """Sends every question when it arrives, and returns the outcomes in the order of the questions,
+    and the seconds that all of them took. `advance`: is told how many have ended."""
+    arrivals = arrival_times(len(questions), options.request_rate, options.seed)
+    slots = asyncio.Semaphore(options.max_concurrency or len(questions))
+    ended: list[Outcome] = []
+    start = time.perf_counter()
+
+    async def ask(index: int) -> Outcome:
+        await asyncio.sleep(max(0.0, start + arrivals[index] - time.perf_counter()))
+        async with slots:
+            outcome = await stream(client, options, name, questions[index], index)
+        ended.append(outcome)
+        advance(len(ended))
+        return outcome
+
+    outcomes = await asyncio.gather(*map(ask, range(len(questions))))
+    return outcomes, time.perf_counter() - start
 
 
 def arrival_times(count: int, rate: float, seed: int) -> list[float]:

@@ -25,7 +25,7 @@ CONNECTORS = Path(__file__).with_name("connectors")
 
 class HiddenStates:
     """An engine for hidden states: `with HiddenStates(model, layers, …) as engine:
-    engine.of(texts)`.
+    engine.of(texts)`. It runs once it is made, and its process ends with the block.
 
     layers: k is the residual stream after k layers, the number of layers the one before the final
     norm. longest: tokens of a text, at most. folder: where vLLM's files lie until they are read;
@@ -44,37 +44,34 @@ class HiddenStates:
         folder: Path | None = None,
     ) -> None:
         self.layers = tuple(layers)
-        self._python = vllm_python(python)
+        interpreter = vllm_python(python)
         self._folder = tempfile.TemporaryDirectory(prefix="hidden-states-", dir=folder)
         extraction = {
             "method": "extract_hidden_states",
             "num_speculative_tokens": 1,
             "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": list(layers)}},
         }
-        self._question = {
+        question = {
             "model": model,
             "options": {"dtype": dtype, "max_model_len": longest + 2, **(options or {})},
             "speculative_config": extraction,
             "hidden_states": {"folder": self._folder.name},
         }
-        self._worker: Worker | None = None
-
-    def __enter__(self) -> HiddenStates:
         try:
-            self._worker = Worker(self._python, self._question)
+            self._worker = Worker(interpreter, question)
         except BaseException:
             self._folder.cleanup()
             raise
+
+    def __enter__(self) -> HiddenStates:
         return self
 
     def __exit__(self, *_: Any) -> None:
-        if self._worker is not None:
-            self._worker.stop()
+        self._worker.stop()
         self._folder.cleanup()
 
     def of(self, texts: Sequence[Sequence[int]]) -> list[Tensor]:
         """[L, layers, H] of each text. VllmError if vLLM leaves none, or those of another text."""
-        assert self._worker is not None, "enter it first"
         params = {"temperature": 0.0, "max_tokens": 1, "ignore_eos": True}
         question = {
             "prompts": [list(map(int, text)) for text in texts],
