@@ -52,7 +52,6 @@ FAULTS = [  # the field at fault is the first one; one case for each place that 
     (COMPLETION, {"prompt": [5, 9999]}),  # by the model
     (COMPLETION, {"prompt": "x" * 256}),
     (COMPLETION, {"max_tokens": 239, "prompt": "x" * 30}),  # by both together
-    (COMPLETION, {"n": 19}),  # by the queue
     (COMPLETION, {"temperature": -1}),  # by SamplingParams
     (COMPLETION, {"logprobs": -2}),
     (COMPLETION, {"logprobs": 21}),  # by --max-logprobs
@@ -60,11 +59,6 @@ FAULTS = [  # the field at fault is the first one; one case for each place that 
     (CHAT, {"top_logprobs": 21, "logprobs": True}),
     (CHAT, {"top_logprobs": -1, "logprobs": True}),
     (COMPLETION, {"stop": ["x"] * 65}),  # by the limits of lists
-    (COMPLETION, {"stop": "x" * 1025}),
-    (COMPLETION, {"bad_words": ["x"] * 257}),
-    (COMPLETION, {"stop_token_ids": [1] * 1025}),
-    (COMPLETION, {"logit_bias": {str(i): 1 for i in range(1025)}}),
-    (COMPLETION, {"allowed_token_ids": [1] * 260}),
     (COMPLETION, {"temperature": nested(900)}),  # by its depth
     (CHAT, turn(more=nested(900))),
     (CHAT, turn(tool_calls=5)),  # by what reads conversations
@@ -151,10 +145,10 @@ ENDS = [  # field -> values at its ends, and values beyond them
     ("presence_penalty", (-2, 2), (-2.1, 2.1)),
     ("frequency_penalty", (-2, 2), (-2.1, 2.1)),
     ("logit_bias", ({"0": -1e4}, {"258": 1e4}), ({"0": -10001}, {"258": 10001}, {"259": 0})),
-    ("allowed_token_ids", ([258], list(range(259))), ([], [259])),
+    ("allowed_token_ids", ([258], list(range(259))), ([], [259], [1] * 260)),
     ("max_tokens", (1, 255), (0, 256)),
     ("min_tokens", (0, 4), (-1, 5)),
-    ("n", (1, 4), (0,)),
+    ("n", (1, 18), (0, 19)),  # the rows and the queue
 ]
 
 

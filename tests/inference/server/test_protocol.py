@@ -1,0 +1,50 @@
+"""What a request may hold: at its limit it is read, and one more is refused by name."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from draftsmith.inference.server.api_errors import APIError
+from draftsmith.inference.server.protocol import (
+    MOST_CHARACTERS,
+    MOST_ENTRIES,
+    MOST_LEVELS,
+    CompletionRequest,
+)
+
+
+def nested(levels: int) -> list:
+    value: list = []
+    for _ in range(levels - 1):
+        value = [value]
+    return value
+
+
+def entries(field: str, count: int) -> object:
+    if field == "logit_bias":
+        return {str(token): 1 for token in range(count)}
+    return [1 if field == "stop_token_ids" else "x"] * count
+
+
+MOST = [  # field, the most that it may hold, and one more
+    *(
+        (field, entries(field, most), entries(field, most + 1))
+        for field, most in MOST_ENTRIES.items()
+    ),
+    ("stop", "x" * MOST_CHARACTERS, "x" * (MOST_CHARACTERS + 1)),
+    ("bad_words", ["x" * MOST_CHARACTERS], ["x" * (MOST_CHARACTERS + 1)]),
+    ("metadata", nested(MOST_LEVELS), nested(MOST_LEVELS + 1)),
+]
+
+
+@pytest.mark.parametrize("field, most, more", MOST, ids=[field for field, *_ in MOST])
+def test_read_takes_what_a_request_may_hold_and_no_more(field, most, more):
+    def read(value: object) -> CompletionRequest:
+        return CompletionRequest.read(json.dumps({"prompt": "x", field: value}).encode())
+
+    assert read(most).prompt == ["x"]
+    with pytest.raises(APIError) as error:
+        read(more)
+    assert (error.value.status_code, error.value.param) == (400, field)
