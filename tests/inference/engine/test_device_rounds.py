@@ -1,7 +1,7 @@
 """Rounds of every drafter on a device, as far as an emulation shows them: nothing is mixed with the
 host, the text is the one written on a CPU, and the host waits for the device as often for sixteen
-rows as for one. In bfloat16 what drafting changes in a text is a tie, and no weight is there in two
-precisions."""
+rows as for one. In bfloat16 what drafting changes in a text is a tie, and no product is in
+float32."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.cases import make
 from tests.support.configurations import FAMILIES
 from tests.support.engines import drafting_llm, make_llm
 from tests.support.other_tokenizers import other_tokens
-from tests.support.weight_copies import WeightCopies
+from tests.support.wide_products import WideProducts
 
 K, VOCAB, EOS = 3, 260, 257
 STATIC = StaticTree.parse([(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)])
@@ -120,7 +120,7 @@ def test_waits_do_not_grow_with_the_rows(way, claimed_gpu, tiny_model, byte_toke
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["draft_model", "eagle3", "dspark"])
-def test_rounds_in_bfloat16_change_ties_alone_and_copy_no_weight(
+def test_rounds_in_bfloat16_change_ties_alone_and_multiply_in_bfloat16(
     family, claimed_gpu, tiny_model, byte_tokenizer
 ):
     target, drafter = make(FAMILIES[family], tiny_model("qwen3", vocab_size=VOCAB))
@@ -131,9 +131,10 @@ def test_rounds_in_bfloat16_change_ties_alone_and_copy_no_weight(
     prompts = [{"prompt_token_ids": [40, 41, 50, 51] * 2 + [60] * row} for row in range(2)]
     params = SamplingParams(max_tokens=10, ignore_eos=True, **COLD)
     plain = llm.generate(prompts, params, use_tqdm=False, speculate=False)
-    with WeightCopies([target.model, drafter], torch.float32) as copies:
+    with WideProducts() as wide:
         drafted = llm.generate(prompts, params, use_tqdm=False)
     shapes = {"num_speculative_tokens": K, "rows": 2}
     check = compare_greedy(llm.engine.runner, plain, drafted, **shapes)
     assert (check.dtype, check.mismatches) == ("bfloat16", 0)
-    assert llm.get_metrics().num_drafts > 0 and copies.shapes == []
+    assert llm.get_metrics().num_drafts > 0
+    assert wide.products > 10 and wide.shapes == []

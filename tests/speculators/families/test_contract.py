@@ -35,7 +35,7 @@ from tests.support.contract import (
 from tests.support.device_emulation import DEVICE
 from tests.support.engines import make_llm
 from tests.support.training import assert_equal, cut_off, make_rows, weights
-from tests.support.weight_copies import WeightCopies
+from tests.support.wide_products import WideProducts
 
 
 @pytest.mark.slow
@@ -80,17 +80,17 @@ def test_steps_that_are_closed_leave_the_appended_slots_alone(world: World) -> N
 @pytest.mark.slow
 @pytest.mark.parametrize("name", BASE.values())
 def test_unroll_in_bfloat16_on_a_device_is_that_in_float32_rounded(claimed_gpu, name) -> None:
-    """Of the target and of the head; no weight is there in two precisions."""
+    """Of the target and of the head; no product is in float32."""
     target, drafter = world_of(name)
     batch = packed([9, 6])
     exact = target.features(**batch)
     exact_logits = all_logits(drafter, exact)
     target.to(torch.bfloat16).to(DEVICE)
     drafter.to(torch.bfloat16).to(DEVICE)
-    with WeightCopies([target.model, drafter], torch.float32) as copies:
+    with WideProducts() as wide:
         features = target.features(**{key: x.to(DEVICE) for key, x in batch.items()})
         logits = all_logits(drafter, features)
-    assert copies.shapes == []
+    assert wide.products > 10 and wide.shapes == []
     assert features.last_hidden.dtype == torch.bfloat16
     assert_rounded(features.last_hidden, exact.last_hidden)
     if exact.taps is not None:
