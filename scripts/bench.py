@@ -285,6 +285,7 @@ class SourcesTarget:
     name: str
     title: str
     recipe: str
+    repeats: int
     steps: int
     warm: int
     many: str
@@ -296,19 +297,21 @@ SOURCES_TARGETS = [
         "quickstart",
         "the quickstart's",
         "recipes/quickstart/eagle3.yaml",
-        steps=40,
-        warm=15,
-        many="data.train.0.limit=240 data.train.1.limit=40",
-        few="data.train.0.limit=40 data.train.1.limit=8",
+        repeats=3,
+        steps=30,
+        warm=12,
+        many="data.train.0.limit=120 data.train.1.limit=20",
+        few="data.train.0.limit=16 data.train.1.limit=3",
     ),
     SourcesTarget(
         "smollm2",
         "SmolLM2-135M",
         "recipes/smollm2-135m-instruct/eagle3.yaml",
-        steps=18,
-        warm=6,
-        many="data.train.0.limit=100 data.train.1.limit=20",
-        few="data.train.0.limit=12 data.train.1.limit=2",
+        repeats=2,
+        steps=14,
+        warm=4,
+        many="data.train.0.limit=50 data.train.1.limit=10",
+        few="data.train.0.limit=4 data.train.1.limit=1",
     ),
 ]
 SOURCES = {
@@ -318,8 +321,8 @@ SOURCES = {
     "server": "at a vLLM server",
     "servers": "at two vLLM servers",
 }
-SOURCES_FUNCTIONS = f"""train="target.dtype=float32 data.max_length=512 data.validation=[]
-  gates={{}} regenerate.enabled=false evaluation.prompts=[] training.batch_size=1
+SOURCES_FUNCTIONS = f"""train="target.dtype=float32 data.max_length=256 data.validation=[]
+  drafter.init=taps gates={{}} regenerate.enabled=false evaluation.prompts=[] training.batch_size=1
   trackers=[tensorboard]"
 one=http://127.0.0.1:8001
 two=http://127.0.0.1:8002
@@ -340,11 +343,11 @@ trap 'kill $(jobs -p) 2> /dev/null || true' EXIT"""
 
 
 def trainings_of(target: SourcesTarget) -> str:
-    """The shell lines that train for a target with features from each source, three times."""
+    """The shell lines that train for a target with features from each source, repeatedly."""
     folder = f"{target.name}-"
     keys = f"{target.recipe} training.steps={target.steps} {target.many}"
     return f"""servers {target.recipe}
-for i in 1 2 3; do
+for i in $(seq {target.repeats}); do
   on {folder}process-$i {keys}
   on {folder}disk-$i {keys} features.mode=cache features.dir={OUT}/sources/features
   on {folder}server-$i {keys} $served features.endpoints=[$one]
@@ -412,7 +415,7 @@ BENCHES = {
     "sources": Bench(
         "The trainer by where its features come from, EAGLE-3, float32",
         SOURCES_COMMAND,
-        f"{OUT}/sources/smollm2-kept-3/export/config.json",
+        f"{OUT}/sources/smollm2-kept-2/export/config.json",
         sources,
     ),
     "load": Bench("Load: drafting off and on", LOAD, f"{OUT}/comparison.json", load),

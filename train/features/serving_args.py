@@ -22,7 +22,8 @@ OVER_MOONCAKE = {
 COMMAND = ("vllm", "serve")
 # The CPU build's own command `vllm` does not start (docs/serve.md).
 COMMAND_OF_CPU = ("python", "-m", "vllm.entrypoints.openai.api_server", "--model")
-HOSTNAME = "@HOSTNAME@"  # of the server, which the shell that starts it knows
+HOSTNAME = "@HOSTNAME@"  # stands for the server's address, which its own shell finds
+ADDRESS = "'$(hostname -i | cut -d' ' -f1)'"  # between two parts in quotes; the first of several
 LEAST_BATCHED_TOKENS = 2048  # of a step, so that short prompts are computed together
 # vLLM's own connector copies on CUDA streams; this project's stands in for it on a CPU.
 ON_GPU = {"kv_connector": "ExampleHiddenStatesConnector"}
@@ -81,5 +82,5 @@ def shell_command(words: Sequence[str], *, on_cpu: bool = False) -> str:
         if word.startswith("--"):
             lines.append([])
         lines[-1].append(word)
-    command = " \\\n  ".join(map(shlex.join, lines)).replace(HOSTNAME, "'$(hostname -i)'")
+    command = " \\\n  ".join(map(shlex.join, lines)).replace(HOSTNAME, ADDRESS)
     return f"PYTHONPATH={shlex.quote(str(CONNECTORS))} {command}" if on_cpu else command

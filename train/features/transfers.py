@@ -99,17 +99,17 @@ class Mooncake:
     put for a run that was killed is evicted by the store itself, which cannot be listed."""
 
     def __init__(self, master: str, unread_bytes: float) -> None:
-        """`master`: HOST:PORT. ConfigError: its package is not installed, or it does not answer."""
-        hostname = os.environ.get("MOONCAKE_LOCAL_HOSTNAME") or socket.gethostname()
-        config = MooncakeStoreConfig(
-            local_hostname=hostname,
-            master_server_address=master,
-            local_buffer_size=round(unread_bytes),
-        )
-        self._store = MooncakeHiddenStatesStore(config)
+        """`master`: HOST:PORT. ConfigError: its package is not installed, it does not answer, or
+        this machine's name has no address."""
         try:
+            config = MooncakeStoreConfig(
+                local_hostname=own_address(),
+                master_server_address=master,
+                local_buffer_size=round(unread_bytes),
+            )
+            self._store = MooncakeHiddenStatesStore(config)
             self._store.setup()
-        except (ImportError, RuntimeError) as error:
+        except (ImportError, OSError, RuntimeError) as error:
             raise ConfigError(str(error), where=f"features.mooncake {master}") from error
         self._reading = threading.Lock()
 
@@ -126,6 +126,13 @@ class Mooncake:
 
     def remove_left_over(self, folder: Path, run: str) -> None:
         """Nothing: the store evicts them."""
+
+
+def own_address() -> str:
+    """The address that this machine's clients of Mooncake are reached at: as `hs-connectors` finds
+    it, for its servers too."""
+    address = os.environ.get("MOONCAKE_LOCAL_HOSTNAME")
+    return address or socket.gethostbyname(socket.gethostname())
 
 
 def run_name(output_dir: str | Path, process: int | str) -> str:

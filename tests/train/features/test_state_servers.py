@@ -3,7 +3,10 @@ where servers fail, answer otherwise or are killed."""
 
 from __future__ import annotations
 
+import argparse
 import ctypes
+import json
+import subprocess
 import sys
 import time
 import types
@@ -17,6 +20,7 @@ from hs_connectors.mooncake_store import (
     MooncakeStoreConfig,
     packed_layout,
 )
+from hs_connectors.transfer import MooncakeBackend
 from safetensors.torch import load, save_file
 
 from draftsmith.speculators.errors import ConfigError
@@ -25,6 +29,7 @@ from draftsmith.train.data.loss_mask import TokenRow
 from draftsmith.train.data.packing import PackedRow
 from draftsmith.train.features.row_features import RowFeatures
 from draftsmith.train.features.served import Servers
+from draftsmith.train.features.serving_args import serving_args, shell_command
 from draftsmith.train.features.source import InProcess
 from draftsmith.train.features.state_servers import StateServers
 from draftsmith.train.features.states_spec import StatesSpec
@@ -32,6 +37,7 @@ from draftsmith.train.recipe.data_sections import EndpointSection
 from draftsmith.train.recipe.endpoints import EndpointError
 from tests.support.errors import raises_at
 from tests.support.state_server import FakeServer, connect, states_of
+from tests.support.training import recipe_of
 
 A, B = "http://a/v1", "http://b/v1"
 TAPS = (1, 2)
@@ -301,3 +307,18 @@ def test_states_through_mooncake_are_taken_out_of_it(
 def test_mooncake_that_is_not_installed_is_named(servers):
     with raises_at(ConfigError, "features.mooncake master:50051"):
         servers(A, mooncake="master:50051")
+
+
+def test_servers_over_mooncake_are_started_as_hs_connectors_starts_them(spec, tmp_path):
+    """The line that is printed, read by a shell on a machine with two addresses."""
+    features = {"engine": "vllm", "mooncake": "master:50051", "endpoints": [A]}
+    recipe = recipe_of("eagle3", features=features)
+    parser = argparse.ArgumentParser()
+    MooncakeBackend.add_launch_args(parser)
+    options = parser.parse_args(["--mooncake-master", "master:50051"])
+    expected = MooncakeBackend.build_kv_transfer_config(options)
+    expected["kv_connector_extra_config"]["mooncake"]["local_hostname"] = "10.0.0.1"
+    line = shell_command(serving_args(recipe, spec, tmp_path))
+    shell = f'hostname() {{ echo 10.0.0.1 10.0.0.2; }}; vllm() {{ echo "${{@: -1}}"; }}; {line}'
+    printed = subprocess.run(["bash", "-c", shell], check=True, capture_output=True, text=True)
+    assert json.loads(printed.stdout) == expected
