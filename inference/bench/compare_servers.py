@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from draftsmith.inference.bench.advice import advised_lengths
 from draftsmith.inference.bench.bench_options import BenchOptions
@@ -26,6 +26,15 @@ OFF = "off"
 Result = dict[str, Any]
 
 
+class Serving(NamedTuple):
+    """A way of serving. `name`: OFF, or K=1, … `drafts`: K; None for OFF. `changes`: the options of
+    a measurement that are its own."""
+
+    name: str
+    drafts: int | None
+    changes: dict[str, Any]
+
+
 def compare(options: BenchOptions, questions: Sequence[Question]) -> Result:
     """Measures every K and no drafting at every concurrency, in each repeat.
 
@@ -33,26 +42,25 @@ def compare(options: BenchOptions, questions: Sequence[Question]) -> Result:
     request failed or if nothing gained."""
     servings = asyncio.run(_servings(options))
     levels = sorted(set(options.concurrencies))
-    results: dict[tuple[int, str], list[Result]] = {
-        (level, mode): [] for level in levels for mode in servings
-    }
+    results: dict[tuple[int, str], list[Result]] = {}  # by level and name, one for each repeat
     for repeat in range(options.repeats):
         first = repeat % len(servings)  # another one begins each time
-        order = [*servings][first:] + [*servings][:first]
         for level in levels:
-            for mode in order:
-                changes = servings[mode] | {"max_concurrency": level}
+            for serving in servings[first:] + servings[:first]:
+                changes = serving.changes | {"max_concurrency": level}
                 result = measure(options.model_copy(update=changes), questions)
-                results[level, mode].append(result)
-    rows = {
-        level: {mode: _row(results[level, mode], results[level, OFF]) for mode in servings}
-        for level in levels
-    }
+                results.setdefault((level, serving.name), []).append(result)
+    rows: dict[int, dict[str, Result]] = {}
+    gains: dict[int, dict[int, float]] = {}  # by level and K
+    for level in levels:
+        rows[level] = {}
+        gains[level] = {}
+        for serving in servings:
+            row = _row(results[level, serving.name], results[level, OFF])
+            rows[level][serving.name] = row
+            if serving.drafts is not None:
+                gains[level][serving.drafts] = row["gain"]
     failed = sum(result["failed"] for repeats in results.values() for result in repeats)
-    gains = {
-        level: {int(mode[2:]): row["gain"] for mode, row in modes.items() if mode != OFF}
-        for level, modes in rows.items()
-    }
     return {
         "model_id": results[levels[0], OFF][0]["model_id"],
         "dataset_name": options.dataset_name,
@@ -63,11 +71,10 @@ def compare(options: BenchOptions, questions: Sequence[Question]) -> Result:
     }
 
 
-async def _servings(options: BenchOptions) -> dict[str, dict[str, Any]]:
-    """The options of each way of serving, by name: OFF, K=1, ... Servers of this project take K
-    with each request; of vLLM there is one for each K. ConfigError for a server that does not
-    draft, or two of the same K."""
-    servings: dict[str, dict[str, Any]] = {OFF: {"base_url": (options.baseline_url,)}}
+async def _servings(options: BenchOptions) -> list[Serving]:
+    """The ways of serving, OFF first. Servers of this project take K with each request; of vLLM
+    there is one for each K. ConfigError for a server that does not draft, or two of the same K."""
+    servings = [Serving(OFF, None, {"base_url": (options.baseline_url,)})]
     for url in options.base_url:
         where = f"--base-url {url}"
         async with client_at(url) as client:
@@ -85,14 +92,15 @@ async def _servings(options: BenchOptions) -> dict[str, dict[str, Any]]:
                     " that out, or serve with more num_speculative_tokens",
                     where=where,
                 )
-            if f"K={tokens}" in servings:
+            if any(serving.drafts == tokens for serving in servings):
                 raise ConfigError(
                     f"K = {tokens} is measured already; give every K once, and of one server",
                     where=where,
                 )
             body = {"num_speculative_tokens": tokens} if options.draft_lengths else {}
             body = options.extra_body | body
-            servings[f"K={tokens}"] = {"base_url": (url,), "extra_body": body}
+            changes = {"base_url": (url,), "extra_body": body}
+            servings.append(Serving(f"K={tokens}", tokens, changes))
     return servings
 
 

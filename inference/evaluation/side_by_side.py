@@ -261,7 +261,7 @@ def results(requests: Sequence[RequestOutput], cell: Cell) -> dict[str, Any]:
 
 def remarks(measured: Mapping[str, Measurement]) -> list[str]:
     """What the table does not say: responses that repeat themselves, every first difference from
-    the default, and passes that stalled."""
+    the default, how rounds ran, and passes that stalled."""
     lines = []
     default = measured[DEFAULT].requests if DEFAULT in measured else []
     responses = [output.outputs[0].token_ids for output in default]
@@ -278,12 +278,12 @@ def remarks(measured: Mapping[str, Measurement]) -> list[str]:
         for check in measurement.lossless
         for difference in check.details
     ]
-    ran = {name: how_rounds_ran(m.passes[SPECULATIVE]) for name, m in measured.items()}
-    lines += [
-        f"rounds: {how} ({', '.join(name for name in ran if ran[name] == how)})"
-        for how in dict.fromkeys(ran.values())
-        if how
-    ]
+    methods_by_rounds: dict[str, list[str]] = {}
+    for name, measurement in measured.items():
+        if how := how_rounds_ran(measurement.passes[SPECULATIVE]):
+            methods_by_rounds.setdefault(how, []).append(name)
+    for how, names in methods_by_rounds.items():
+        lines.append(f"rounds: {how} ({', '.join(names)})")
     for name, measurement in measured.items():
         drafted = {SPECULATIVE: measurement.passes[SPECULATIVE]}
         lines += [f"{name}: {stall_note(stall)}" for stall in stalled(drafted)]

@@ -114,8 +114,11 @@ def _sum_of(
 
 def _speed(parts: Sequence[Measurement]) -> dict[str, Any]:
     """The fields of a Cell that come from times."""
-    kinds = [kind for kind in parts[0].passes if all(part.passes.get(kind) for part in parts)]
-    passes = {kind: [run for part in parts for run in part.passes[kind]] for kind in kinds}
+    passes: dict[str, list[TimedPass]] = {}
+    for kind in parts[0].passes:
+        runs = [part.passes.get(kind, []) for part in parts]
+        if all(runs):
+            passes[kind] = [run for of_part in runs for run in of_part]
     fields: dict[str, Any] = {"passes": passes}
     if SPECULATIVE in passes:
         rate = rates(passes, SPECULATIVE)
