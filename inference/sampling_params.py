@@ -14,6 +14,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass
 
 from draftsmith.speculators.errors import ConfigError
+from draftsmith.speculators.options import NonEmptyText
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +93,6 @@ def _listed(value: Any) -> Any:
 
 
 TokenId = Annotated[int, Field(ge=0)]
-Text = Annotated[str, Field(min_length=1)]
 Word = Annotated[str, Field(pattern=r"\S")]
 Bias = Annotated[float, Field(ge=-MOST_BIAS, le=MOST_BIAS)]
 Allowed = Annotated[Sequence[TokenId], Field(min_length=1)]
@@ -144,7 +144,7 @@ class SamplingParams:
     seed: Annotated[int | None, Field(ge=-(2**63), lt=2**63)] = None
     max_tokens: Annotated[int | None, Field(ge=1)] = 16
     min_tokens: Annotated[int, Field(ge=0)] = 0
-    stop: Annotated[Sequence[Text], AsTuple] = ()
+    stop: Annotated[Sequence[NonEmptyText], AsTuple] = ()
     stop_token_ids: Annotated[Sequence[TokenId], AsTuple] = ()
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False

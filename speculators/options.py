@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 PositiveInt = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
-Text = Annotated[str, Field(min_length=1)]
+NonEmptyText = Annotated[str, Field(min_length=1)]
 
 
 class Section(BaseModel):
@@ -35,7 +35,7 @@ class DrafterOptions(Section):
     unroll_steps: PositiveInt = Field(
         1, description="depths trained: drafts per slot that have a term in the loss"
     )
-    init_from: Text | None = Field(
+    init_from: NonEmptyText | None = Field(
         None, description="exported or published head (directory or id) to start from; null: none"
     )
 

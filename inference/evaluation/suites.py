@@ -24,7 +24,7 @@ SENTINEL = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
 
 
 @dataclass(frozen=True)
-class Conversation:
+class SuiteConversation:
     """The user's turns of one row; the answers are still to be written. `origin` is for errors, as
     `f.jsonl:12`."""
 
@@ -62,7 +62,7 @@ def default_path(name: str) -> str:
     return f"{DIR}/{name}.jsonl"
 
 
-def load_suite(name: str, path: str | Path) -> list[Conversation]:
+def load_suite(name: str, path: str | Path) -> list[SuiteConversation]:
     """The conversations of a suite's file, in its order.
 
     DataError for a file that is not there, with the command for it, for one without rows, and, with
@@ -107,7 +107,7 @@ def json_lines(path: Path) -> Iterator[tuple[str, Any]]:
                 raise DataError(f"{error}: {line[:80]}", where=f"{path}:{number}") from None
 
 
-def _conversation(name: str, suite: Suite, row: Any, origin: str) -> Conversation:
+def _conversation(name: str, suite: Suite, row: Any, origin: str) -> SuiteConversation:
     fields = row if isinstance(row, dict) else {}
     column = next((column for column in suite.columns if fields.get(column)), None)
     turns = _turns(fields[column]) if column else []
@@ -119,7 +119,7 @@ def _conversation(name: str, suite: Suite, row: Any, origin: str) -> Conversatio
     elif not isinstance(category, str) or category in ("", "all"):  # reports pool as `all`
         fault = f"expected {suite.category}, a text other than all"
     else:
-        return Conversation(category, tuple(turns), origin)
+        return SuiteConversation(category, tuple(turns), origin)
     raise DataError(f"{fault}: {json.dumps(row)[:80]}", where=origin)
 
 

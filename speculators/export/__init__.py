@@ -24,7 +24,7 @@ from draftsmith.speculators.drafter import Drafter
 from draftsmith.speculators.errors import CheckpointError
 from draftsmith.speculators.export.formats import NATIVE, layout_for, layout_of
 from draftsmith.speculators.export.headers import Header, pickled_files, read_headers
-from draftsmith.speculators.export.layouts.base import Source
+from draftsmith.speculators.export.layouts.base import FolderContents
 from draftsmith.speculators.hub import may_be_on_hub, one_line, split_revision
 from draftsmith.speculators.registry import family_class
 from draftsmith.speculators.target.target_head import TargetHead
@@ -192,7 +192,7 @@ def read_drafter_config(
     where = f"{folder}/config.json"
     written_as = layout_of(fields, names, str(folder))
     plain = written_as.from_engine(fields, where)
-    return written_as.layout.from_config(Source(plain, names, where, num_target_layers))
+    return written_as.layout.from_config(FolderContents(plain, names, where, num_target_layers))
 
 
 def read_fields(path_or_id: str | Path) -> dict[str, Any]:

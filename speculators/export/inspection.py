@@ -167,7 +167,7 @@ def _read_config(result: Inspection, written_as: Format, layers: int | None) -> 
     ids = plain.get("target_layer_ids") or section.get("target_layer_ids") or ()
     taps = plain.get("eagle_aux_hidden_state_layer_ids") or ()
     stand_in = layers or max([*taps, *(i + 1 for i in ids), 1])
-    return layout.from_config(base.Source(plain, names, CONFIG, stand_in))
+    return layout.from_config(base.FolderContents(plain, names, CONFIG, stand_in))
 
 
 def _read_tensors(result: Inspection, layout: Layout, config: DrafterConfig) -> None:

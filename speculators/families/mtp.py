@@ -30,7 +30,7 @@ from draftsmith.speculators.layers.decoder import (
     RotaryTable,
 )
 from draftsmith.speculators.layers.target_layer import BorrowedLayer, layer_fields
-from draftsmith.speculators.options import DrafterOptions, PositiveInt, Text
+from draftsmith.speculators.options import DrafterOptions, NonEmptyText, PositiveInt
 from draftsmith.speculators.target.target_head import TargetHead
 from draftsmith.speculators.traits import Traits
 
@@ -121,7 +121,7 @@ class MtpOptions(DrafterOptions):
     unroll_steps: PositiveInt = Field(
         3, description="depths trained through the one module; 3 is FastMTP's"
     )
-    init_from: Text | None = Field(
+    init_from: NonEmptyText | None = Field(
         None, description="exported module, or `target`: the one in the target's folder; null: new"
     )
 

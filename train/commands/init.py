@@ -103,7 +103,7 @@ class Lengths:
 
 
 @dataclass
-class Conversations:
+class ExamplesRead:
     """What was read of the data. `rows`: of each example the number of rows up to it, bad ones
     included, as the slice of a split counts them."""
 
@@ -152,7 +152,7 @@ def init(
     _say(console, out, read, stage, device)
 
 
-def _begin(new: NewRecipe, data: Path, validation: Path | None) -> Conversations:
+def _begin(new: NewRecipe, data: Path, validation: Path | None) -> ExamplesRead:
     """Puts what no conversation changes, and reads them once the target is known to be there."""
     from draftsmith.speculators.registry import family_class
 
@@ -187,7 +187,7 @@ def _choose(thinking: bool | None, console: Console) -> bool:
     return thinking
 
 
-def _read(recipe: Recipe, data: Path, validation: Path | None) -> Conversations:
+def _read(recipe: Recipe, data: Path, validation: Path | None) -> ExamplesRead:
     """DataError if too little can be used. Bad rows are listed in the folder of the run."""
     from draftsmith.train.data.bad_rows import BadRows
     from draftsmith.train.data.prepare import bad_rows
@@ -195,7 +195,7 @@ def _read(recipe: Recipe, data: Path, validation: Path | None) -> Conversations:
     from draftsmith.train.recipe.data_sections import Source
 
     bad = bad_rows(recipe.data, Path(recipe.output_dir))
-    read = Conversations([], [], bad)
+    read = ExamplesRead([], [], bad)
     for example in load_source(recipe.data.train[0], bad=bad):
         read.examples.append(example)
         read.rows.append(bad.read)
@@ -212,7 +212,7 @@ def _read(recipe: Recipe, data: Path, validation: Path | None) -> Conversations:
 
 
 def _fill_data(
-    new: NewRecipe, read: Conversations, validation: Path | None, device: Device | None
+    new: NewRecipe, read: ExamplesRead, validation: Path | None, device: Device | None
 ) -> Lengths:
     """Puts what the conversations say."""
     from draftsmith.train.data.packing import conversation_tokenizer
@@ -243,7 +243,7 @@ def _fill_data(
 
 
 def _measure(
-    recipe: Recipe, read: Conversations, tokenizer: ConversationTokenizer, on_cpu: bool
+    recipe: Recipe, read: ExamplesRead, tokenizer: ConversationTokenizer, on_cpu: bool
 ) -> Lengths:
     """DataError if no conversation of the data makes a prompt."""
     from draftsmith.train.data.bad_rows import BadRow
@@ -267,7 +267,7 @@ def _measure(
     return Lengths(_quantile(prompts), _quantile(responses), longest, thinking, on_cpu, count)
 
 
-def _held_out_rows(read: Conversations, tokenizer: ConversationTokenizer, lengths: Lengths) -> int:
+def _held_out_rows(read: ExamplesRead, tokenizer: ConversationTokenizer, lengths: Lengths) -> int:
     """The rows to hold out, from the first on: HELD_OUT_SHARE of the conversations, counted by
     those that leave room for a response. DataError if the first half has none."""
     from draftsmith.train.data.bad_rows import BadRow
@@ -398,7 +398,7 @@ def _fill_writing(
 
 
 def _say(
-    console: Console, out: Path, read: Conversations, stage: StagePlan, device: Device | None
+    console: Console, out: Path, read: ExamplesRead, stage: StagePlan, device: Device | None
 ) -> None:
     """What was written, what was left out, how long it takes, and what to do next."""
     from draftsmith.train.planner.describe import duration

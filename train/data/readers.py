@@ -10,6 +10,7 @@ import csv
 import io
 import json
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from draftsmith.speculators.errors import DataError
 from draftsmith.train.data.bad_rows import BadRow
 from draftsmith.train.recipe.data_sections import Source
 
-Row = tuple[str, Any]  # its place, and the row or a BadRow
+PlacedRow = tuple[str, Any]  # its place, and the row or a BadRow
 TEXT = (".jsonl", ".json", ".csv")
 TABLE = ".parquet"
 KINDS = ", ".join((*TEXT, TABLE))
@@ -27,7 +28,7 @@ SAVED = ("state.json", "dataset_dict.json")  # a folder that `save_to_disk` wrot
 SHUFFLED_ROWS = 10_000  # of a stream, among which the next one is drawn
 
 
-def rows_of(source: Source) -> Iterator[Row]:
+def rows_of(source: Source) -> Iterator[PlacedRow]:
     """The rows of a resolved source, a stream shuffled. DataError: there is nothing to read."""
     if source.path is None or any((Path(source.path) / name).exists() for name in SAVED):
         split = source.split or "train"
@@ -38,7 +39,8 @@ def rows_of(source: Source) -> Iterator[Row]:
         raise DataError("no such file or directory; name: reads the hub", where=f"{path}")
     for part in (source.split or "train").split("+"):
         split = part.partition("[")[0]
-        rows: Iterable[Row] = (row for file in _files(path, split) for row in _file_rows(file))
+        files = _files(path, split)
+        rows: Iterable[PlacedRow] = chain.from_iterable(_file_rows(file) for file in files)
         if "[" in part:  # all are counted first
             counted = list(rows)
             rows = (counted[i] for i in _slice(part, len(counted)))
@@ -68,7 +70,7 @@ def _files(path: Path, split: str) -> list[Path]:
     return files
 
 
-def _file_rows(path: Path) -> Iterator[Row]:
+def _file_rows(path: Path) -> Iterator[PlacedRow]:
     """The rows of a file; where it breaks off (a torn archive), the last row says so."""
     if path.suffix == TABLE:
         import datasets
@@ -137,7 +139,7 @@ def _slice(split: str, count: int) -> range:
     return range(part.from_, part.to)
 
 
-def _table_rows(label: str, load: Any) -> Iterator[Row]:
+def _table_rows(label: str, load: Any) -> Iterator[PlacedRow]:
     """The rows of a table of the `datasets` library, which raises whatever its back ends raise."""
     number = 0
     try:

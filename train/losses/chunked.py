@@ -17,7 +17,13 @@ from torch.autograd.graph import GradientEdge
 from typing_extensions import override
 
 from draftsmith.speculators.precision import on_host, to_device
-from draftsmith.train.losses.divergences import Mix, Rows, dot, has_closed_form, value_and_gradient
+from draftsmith.train.losses.divergences import (
+    LogitRows,
+    Mix,
+    dot,
+    has_closed_form,
+    value_and_gradient,
+)
 
 Head = Callable[[Tensor], Tensor]
 
@@ -362,7 +368,7 @@ def score(
         alpha = least.sum(-1)
         # at the largest logit q never underflows
         log_z = (z.gather(-1, best) - q.gather(-1, best).log())[..., 0]
-        rows = Rows(z, target.p, target.p_log_p, target.mass, log_z, alpha, labels)
+        rows = LogitRows(z, target.p, target.p_log_p, target.mass, log_z, alpha, labels)
         scratch = None if grad is None else least
         value, gradient = value_and_gradient(task.mix, rows, q, weight, scratch)
         if grad is not None and gradient is not None:

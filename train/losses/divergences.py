@@ -241,7 +241,7 @@ def has_closed_form(mix: Mix) -> bool:
 
 
 @dataclass(frozen=True)
-class Rows:
+class LogitRows:
     """Draft logits of m rows for each of g targets, and what terms share. Float32 or float64."""
 
     z: Tensor  # [g, m, Vd] draft logits
@@ -259,7 +259,7 @@ class Rows:
 
 
 def value_and_gradient(
-    mix: Mix, rows: Rows, q: Tensor, weight: Tensor, scratch: Tensor | None
+    mix: Mix, rows: LogitRows, q: Tensor, weight: Tensor, scratch: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
     """The mix's value [g, m] and weight * d value / dz [g, m, Vd], without autograd.
 

@@ -11,7 +11,7 @@ from draftsmith.inference.engine_options import EngineOptions
 from draftsmith.inference.entrypoints.text_generator import TextGenerator
 from draftsmith.speculators.drafter import Drafter
 from draftsmith.speculators.target.frozen_target import FrozenTarget
-from draftsmith.train.recipe.data_sections import spread
+from draftsmith.train.recipe.data_sections import deal_temperatures
 from draftsmith.train.recipe.recipe import Recipe
 
 
@@ -53,7 +53,7 @@ class RolloutWriter:
         llm = self._llm(drafter.snapshot(self.target.dtype))
         sampling = self.recipe.regenerate
         own_part = slice(part[0], None, part[1])
-        temperatures = spread(sampling.temperatures, len(prompts))[own_part]
+        temperatures = deal_temperatures(sampling.temperatures, len(prompts))[own_part]
         prompts = prompts[own_part]
         most = self.section.max_new_tokens
         params = [

@@ -24,7 +24,7 @@ from draftsmith.inference.evaluation.evaluate import (
     MeasuredSuite,
     evaluate,
 )
-from draftsmith.inference.evaluation.suites import Conversation, load_suite
+from draftsmith.inference.evaluation.suites import SuiteConversation, load_suite
 from draftsmith.inference.progress import Stages
 from draftsmith.inference.report.build import Bound, check_gates, lay_beside
 from draftsmith.inference.report.html import render_html
@@ -231,7 +231,7 @@ class Asker:
         limit = getattr(config, "max_position_embeddings", None) or math.inf
         return cls(tokenizer, limit, recipe.evaluation.max_tokens)
 
-    def chat(self, conversation: Conversation) -> Chat | None:
+    def chat(self, conversation: SuiteConversation) -> Chat | None:
         """None if the conversation has no room for the longest responses."""
 
         def ask(answers: Sequence[str]) -> list[int]:

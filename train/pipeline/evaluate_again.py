@@ -114,11 +114,11 @@ def _recipe(
             }
         )
     except ValidationError as error:
-        faults = [f"{_option(e['loc'])}: {e['msg']}" for e in error.errors(include_url=False)]
+        faults = [f"{_option_name(e['loc'])}: {e['msg']}" for e in error.errors(include_url=False)]
         raise ConfigError(f"{'; '.join(faults)}", where="evaluate") from None
 
 
-def _option(location: Sequence[Any]) -> str:
+def _option_name(location: Sequence[Any]) -> str:
     """The option of the command that a key of the recipe comes from, such as `--temperature`."""
     key = next(str(part) for part in location if part not in ("evaluation", "data", "target"))
     return "--" + key.replace("_", "-").replace("temperatures", "temperature")

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from draftsmith.train.planner.plan import Parts, Phase, Plan, StagePlan
 
-Rows = Sequence[tuple[str, str]]
+Lines = Sequence[tuple[str, str]]
 
 
 def describe(plan: Plan) -> None:
@@ -31,7 +31,7 @@ def describe(plan: Plan) -> None:
     console.print(escape(verdict(plan)), style="green" if plan.fits else "red", soft_wrap=True)
 
 
-def _sizes(parts: Parts) -> Rows:
+def _sizes(parts: Parts) -> Lines:
     """Sizes in bytes, and their sum."""
     rows = [(name, size_text(size)) for name, size in parts.items() if size]
     return [*rows, ("total", size_text(sum(parts.values())))] if rows else []
@@ -50,7 +50,7 @@ def verdict(plan: Plan) -> str:
     return f"{fits}: about {size_text(total)} of {device} per device; {time}"
 
 
-def _models(stage: StagePlan) -> Rows:
+def _models(stage: StagePlan) -> Lines:
     t = stage.target
     d = stage.drafter
     recipe = stage.recipe
@@ -67,7 +67,7 @@ def _models(stage: StagePlan) -> Rows:
     ]
 
 
-def _training(stage: StagePlan, plan: Plan) -> Rows:
+def _training(stage: StagePlan, plan: Plan) -> Lines:
     """Data, budget and optimizer; FLOPs and time of each phase."""
     rows = []
     for source in stage.sources:
@@ -121,7 +121,7 @@ def _budget(stage: StagePlan, plan: Plan) -> str:
     return " or ".join(parts) + (", whichever comes first" if len(parts) > 1 else "")
 
 
-def _print(console: Console, title: str, rows: Rows) -> None:
+def _print(console: Console, title: str, rows: Lines) -> None:
     """A table of names and values, unless it is empty."""
     if not rows:
         return

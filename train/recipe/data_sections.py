@@ -9,7 +9,7 @@ from pydantic import AfterValidator, Field, Strict, field_validator, model_valid
 
 from draftsmith.inference.report.schema import ALL_WORKLOADS
 from draftsmith.speculators.hub import split_revision
-from draftsmith.speculators.options import Count, PositiveInt, Section, Share, Text
+from draftsmith.speculators.options import Count, NonEmptyText, PositiveInt, Section, Share
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -79,25 +79,25 @@ def check_columns(columns: dict[str, str]) -> dict[str, str]:
     return columns
 
 
-Columns = Annotated[dict[str, Text], AfterValidator(check_columns)]
+Columns = Annotated[dict[str, NonEmptyText], AfterValidator(check_columns)]
 
 
 class Source(Section):
     """One source of examples: a path or a name."""
 
-    path: Text | None = None
+    path: NonEmptyText | None = None
     """a .jsonl, .json, .csv (or .gz, .bz2, .zst) or .parquet file, a folder of them, or a saved
     dataset"""
-    name: Text | None = Field(
+    name: NonEmptyText | None = Field(
         None,
         description=(
             "a dataset id on the Hugging Face hub, org/name or org/name@revision, or a known data"
             f" set with its columns: {', '.join(PRESETS)}"
         ),
     )
-    config: Text | None = None
+    config: NonEmptyText | None = None
     """configuration of a hub dataset; null: its default"""
-    split: Text | None = None
+    split: NonEmptyText | None = None
     """split or slice, such as train[:1%]; null: train, or the known set's"""
     streaming: bool = False
     """read a hub dataset as it is downloaded, shuffled, up to `limit` examples"""
@@ -105,7 +105,7 @@ class Source(Section):
     """columns of other names, such as {user: instruction, input: context, assistant: output} (also
     reasoning, system), {messages: turns} or {prompt: text, completion: rest}, and tools, workload;
     null: messages, conversations or prompt and completion"""
-    workload: Text | None = None
+    workload: NonEmptyText | None = None
     """label in reports; null: the row's `workload`, else the file or dataset name"""
     weight: float = Field(1.0, gt=0)
     """uses of each example per epoch; a fraction is a seeded sample"""
@@ -170,7 +170,7 @@ class DataSection(Section):
     """held-out sources for evaluation during training; empty: none is made"""
     max_length: Annotated[int, Field(ge=8)] = 2048
     """tokens of a packed row; longer conversations are cut and counted"""
-    chat_template: Text | None = None
+    chat_template: NonEmptyText | None = None
     """file with a Jinja template in place of the tokenizer's; serving must use the same"""
     chat_template_kwargs: dict[str, Any] = Field({})
     """variables of the template, such as enable_thinking: false"""
@@ -195,7 +195,7 @@ def check_temperatures(value: dict[float, float]) -> dict[float, float]:
     return value
 
 
-def spread(fractions: dict[float, float], count: int) -> list[float]:
+def deal_temperatures(fractions: dict[float, float], count: int) -> list[float]:
     """The temperature of each of `count` examples, spread evenly and in a fixed order."""
     counts = dict.fromkeys(fractions, 0)
     chosen = []
@@ -218,7 +218,7 @@ class EndpointSection(Section):
 
     url: str = Field(pattern=r"^https?://[^\s/]+(/\S*)?$")
     """its address, such as http://host:8000/v1"""
-    api_key_env: Text | None = None
+    api_key_env: NonEmptyText | None = None
     """environment variable that holds its key; null: it asks none"""
     max_concurrency: PositiveInt = 64
     """requests under way at a time; a server's max_num_seqs fits"""
@@ -244,7 +244,7 @@ class RegenerateSection(Section):
     """longest response"""
     batch_size: PositiveInt = 32
     """conversations decoded together"""
-    cache_dir: Text | None = None
+    cache_dir: NonEmptyText | None = None
     """where responses are kept; null: <output_dir>/responses"""
     turns: Literal["last", "all"] = "last"
     """last: the last response, after the data's own earlier ones; all: each, after those written

@@ -19,7 +19,7 @@ from pydantic import Field, ValidationError, create_model, field_validator, mode
 from ruamel.yaml import YAML
 
 from draftsmith.speculators.errors import ConfigError
-from draftsmith.speculators.options import DrafterOptions, Section, Text
+from draftsmith.speculators.options import DrafterOptions, NonEmptyText, Section
 from draftsmith.speculators.registry import FAMILIES, family_class
 from draftsmith.train.losses.divergences import Mix
 from draftsmith.train.losses.position_weights import PositionWeights
@@ -63,9 +63,9 @@ class Recipe(Section):
 
     name: str = Field(pattern=r"^[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)*$")
     """name of the run; its folder is runs/<name>"""
-    output_dir: Text = "runs/<name>"
+    output_dir: NonEmptyText = "runs/<name>"
     """where everything the run writes goes"""
-    family: Text = DEFAULT_FAMILY
+    family: NonEmptyText = DEFAULT_FAMILY
     """kind of drafter, as registered in speculators.registry.FAMILIES"""
     target: TargetSection
     """the frozen model to draft for"""

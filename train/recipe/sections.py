@@ -11,7 +11,7 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 from draftsmith.inference.evaluation.suites import SUITES, default_path
 from draftsmith.speculators.errors import ConfigError
 from draftsmith.speculators.hub import split_revision
-from draftsmith.speculators.options import Count, PositiveInt, Section, Share, Text
+from draftsmith.speculators.options import Count, NonEmptyText, PositiveInt, Section, Share
 from draftsmith.train.recipe.data_sections import Dtype, EndpointSection, Source
 
 if TYPE_CHECKING:
@@ -25,14 +25,14 @@ MAX_SEED = 2**32 - 1  # of NumPy's generators
 class TargetSection(Section):
     """The frozen model whose distribution is preserved."""
 
-    model: Text
+    model: NonEmptyText
     """folder or Hugging Face id of the target; org/name@revision gives the revision too"""
-    adapter: Text | None = None
+    adapter: NonEmptyText | None = None
     """folder or Hugging Face id of a peft adapter of the target (a LoRA); merged into the target,
     which is written to <output_dir>/target and is the target of this run"""
     dtype: Dtype = "auto"
     """auto: as its config says, but float32 for bfloat16 on a CPU without instructions for it"""
-    revision: Text | None = None
+    revision: NonEmptyText | None = None
     """branch, tag or commit on the hub; null: the default branch"""
     trust_remote_code: bool = False
     """run Python code of the checkpoint, which can do anything"""
@@ -263,7 +263,7 @@ class ExportSection(Section):
     """(docs/serve.md) the first is written to `export`, others to `export-<format>` beside it"""
     dtype: Dtype = "auto"
     """precision of the exported weights; auto: the target checkpoint's"""
-    push_to_hub: Text | None = Field(None, pattern=r"^[\w.-]+/[\w.-]+$")
+    push_to_hub: NonEmptyText | None = Field(None, pattern=r"^[\w.-]+/[\w.-]+$")
     """org/name of the private repository to upload to once the gates are passed; null: none"""
 
 
@@ -281,7 +281,7 @@ class EvaluationSection(Section):
 
     prompts: list[Source] = Field([])
     """sources of the prompts, grouped by workload; empty: data.validation"""
-    suites: dict[Text, Text | None] = Field(
+    suites: dict[NonEmptyText, NonEmptyText | None] = Field(
         {},
         description=(
             "(docs/evaluate.md) suites that are measured too, each with its file's path, or a list"
@@ -377,7 +377,7 @@ class FeaturesSection(Section):
     encoding: Literal["exact", "bf16", "rotated"] = "bf16"
     """how states are written; exact: in the target's dtype, rotated: a quarter of bf16;
     docs/training.md has sizes and losses"""
-    dir: Text | None = None
+    dir: NonEmptyText | None = None
     """folder of the cache, and of held-out texts' features where servers give them; recipes may
     share it, all machines must see it; null: `features` in the run's folder"""
     engine: Literal["draftsmith", "vllm"] = "draftsmith"
@@ -388,10 +388,10 @@ class FeaturesSection(Section):
     endpoints: list[EndpointSection] = Field([])
     """vLLM servers that give the states, each a URL or a mapping; `draftsmith serving-args` prints
     their command"""
-    states_dir: Text | None = None
+    states_dir: NonEmptyText | None = None
     """folder that the servers write states to and all processes of the run read; null: shared
     memory of this machine"""
-    mooncake: Text | None = None
+    mooncake: NonEmptyText | None = None
     """HOST:PORT of a Mooncake master, through which the states come instead of through files, for
     servers on other machines; needs the package mooncake-transfer-engine"""
     unread_gb: float = Field(4.0, gt=0)

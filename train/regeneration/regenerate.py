@@ -22,7 +22,7 @@ from draftsmith.speculators.errors import ConfigError, DataError
 from draftsmith.train.data.examples import Example
 from draftsmith.train.data.loss_mask import ConversationTokenizer
 from draftsmith.train.data.packing import thinks
-from draftsmith.train.recipe.data_sections import RegenerateSection, spread
+from draftsmith.train.recipe.data_sections import RegenerateSection, deal_temperatures
 from draftsmith.train.regeneration.conversations import (
     Account,
     Conversation,
@@ -71,7 +71,7 @@ def regenerate(
     if llm is not None:
         longest = min(longest, llm.engine.max_model_len)
     facts = replace(facts, max_model_len=longest)
-    temperatures = temperatures or spread(section.temperatures, len(examples))
+    temperatures = temperatures or deal_temperatures(section.temperatures, len(examples))
     account = Account()
     rules = ConversationRules(section, tokenizer, account, facts)
     asked = list(zip(examples, temperatures, strict=True))

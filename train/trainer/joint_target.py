@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from draftsmith.inference.evaluation.expected_acceptance import WrittenText
 from draftsmith.speculators.drafter import host_batch, valid_terms
 from draftsmith.speculators.errors import UnsupportedTarget
 from draftsmith.speculators.export import fresh_folder
@@ -26,7 +27,6 @@ from draftsmith.train.losses.objective import chunked_objective
 from draftsmith.train.recipe.sections import JointSection
 from draftsmith.train.trainer.seeding import seeded
 
-Texts = Sequence[tuple[Sequence[int], Sequence[int]]]  # (prompt ids, response ids)
 CHANGE = "held_out_loss.json"  # its loss before and after, in the folder of the exported target
 
 
@@ -105,7 +105,7 @@ class JointTarget(nn.Module):
 
     # -------------------------------------------------------- held-out text, and what is exported
 
-    def held_out_loss(self, texts: Texts) -> tuple[float, float]:
+    def held_out_loss(self, texts: Sequence[WrittenText]) -> tuple[float, float]:
         """Nats per response token, (of the original target, of the adapted one)."""
         with self.model.disable_adapter():
             before = cross_entropy(self.target, texts)
@@ -137,7 +137,7 @@ class JointTarget(nn.Module):
 
 
 @torch.no_grad()
-def cross_entropy(target: FrozenTarget, texts: Texts) -> float:
+def cross_entropy(target: FrozenTarget, texts: Sequence[WrittenText]) -> float:
     """Mean -log p of the response tokens, in nats."""
     total = 0.0
     count = 0

@@ -7,7 +7,8 @@ from typing import ClassVar, Literal
 from pydantic import model_validator
 from typing_extensions import override
 
-from draftsmith.inference.spec_decode.proposers.options import MethodOptions, option
+from draftsmith.inference.engine_options import option
+from draftsmith.inference.spec_decode.proposers.options import MethodOptions
 from draftsmith.inference.spec_decode.tree_shape import DynamicTree, StaticTree, TreeShape
 
 

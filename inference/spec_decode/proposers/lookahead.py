@@ -20,11 +20,12 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from draftsmith.inference.engine_options import option
 from draftsmith.inference.requests.request import Request
 from draftsmith.inference.sampling.sampler import argmax
 from draftsmith.inference.spec_decode.proposal import Proposal, padded
 from draftsmith.inference.spec_decode.proposers.base import Proposer
-from draftsmith.inference.spec_decode.proposers.options import MethodOptions, option
+from draftsmith.inference.spec_decode.proposers.options import MethodOptions
 from draftsmith.inference.spec_decode.round_plan import RoundPlan
 from draftsmith.speculators.precision import on_device
 

@@ -15,10 +15,11 @@ import torch
 from pydantic import model_validator
 from typing_extensions import override
 
+from draftsmith.inference.engine_options import option
 from draftsmith.inference.requests.request import Request
 from draftsmith.inference.spec_decode.proposal import Proposal
 from draftsmith.inference.spec_decode.proposers.base import Proposer
-from draftsmith.inference.spec_decode.proposers.options import MethodOptions, option
+from draftsmith.inference.spec_decode.proposers.options import MethodOptions
 from draftsmith.inference.spec_decode.proposers.suffix import SuffixIndex
 from draftsmith.inference.spec_decode.round_plan import RoundPlan
 

@@ -7,8 +7,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from draftsmith.inference.engine_options import option
 from draftsmith.inference.spec_decode.tree_shape import TreeShape
-from draftsmith.inference.spec_decode.verification.rejection_sampler import AUTO, METHODS
+from draftsmith.inference.spec_decode.verification.rejection_sampler import (
+    AUTO,
+    REJECTION_SAMPLE_METHODS,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -16,11 +20,6 @@ if TYPE_CHECKING:
     from draftsmith.inference.spec_decode.proposers.base import Proposer
 
 DEFAULT_TOKENS = 5  # where neither the user nor the drafter says how many tokens to draft
-
-
-def option(default: Any, description: str, **limits: Any) -> Any:
-    """A field of the options of a method; `limits`: as of pydantic's `Field` (ge, le, …)."""
-    return Field(default, description=description, **limits)
 
 
 class MethodOptions(BaseModel):
@@ -95,8 +94,8 @@ class MethodOptions(BaseModel):
 
     @model_validator(mode="after")
     def _consistent(self) -> MethodOptions:
-        if self.rejection_sample_method not in METHODS:
-            known = ", ".join(METHODS)
+        if self.rejection_sample_method not in REJECTION_SAMPLE_METHODS:
+            known = ", ".join(REJECTION_SAMPLE_METHODS)
             raise ValueError(
                 f"rejection_sample_method {self.rejection_sample_method!r}; expected one of {known}"
             )

@@ -17,10 +17,11 @@ import numpy as np
 import torch
 from typing_extensions import override
 
+from draftsmith.inference.engine_options import option
 from draftsmith.inference.requests.request import Request
 from draftsmith.inference.spec_decode.proposal import Proposal
 from draftsmith.inference.spec_decode.proposers.base import Proposer
-from draftsmith.inference.spec_decode.proposers.options import MethodOptions, option
+from draftsmith.inference.spec_decode.proposers.options import MethodOptions
 from draftsmith.inference.spec_decode.round_plan import RoundPlan
 
 END = -1  # before, between and after texts

@@ -28,7 +28,8 @@ from draftsmith.speculators.precision import on_device
 AUTO = "auto"
 SAMPLE_MATCH = "sample_match"
 TRAVERSAL = "traversal"
-METHODS = (AUTO, *RULES, SAMPLE_MATCH, TRAVERSAL)  # temperature 0 is greedy under any
+# At temperature 0 all of them are greedy.
+REJECTION_SAMPLE_METHODS = (AUTO, *RULES, SAMPLE_MATCH, TRAVERSAL)
 
 
 def rule_for(method: str, proposal: Proposal) -> str:
@@ -41,9 +42,10 @@ def rule_for(method: str, proposal: Proposal) -> str:
         if not sampled:
             return SAMPLE_MATCH
         return "block" if chain else TRAVERSAL
-    if method not in METHODS:
+    if method not in REJECTION_SAMPLE_METHODS:
         raise ConfigError(
-            f"rejection_sample_method={method!r}; expected one of {', '.join(METHODS)}"
+            f"rejection_sample_method={method!r}; expected one of"
+            f" {', '.join(REJECTION_SAMPLE_METHODS)}"
         )
     if not chain and method in RULES:
         raise ConfigError(

@@ -41,7 +41,7 @@ class Fault:
 
 
 @dataclass(frozen=True)
-class Source:
+class FolderContents:
     """What a config is read from."""
 
     fields: Fields  # config.json, in the fields of vLLM's own format
@@ -259,7 +259,7 @@ class Layout:
         """The fields of config.json; what the format lacks is written below `draftsmith`."""
         raise NotImplementedError
 
-    def from_config(self, source: Source) -> DrafterConfig:
+    def from_config(self, contents: FolderContents) -> DrafterConfig:
         """The config of a folder. CheckpointError names the field."""
         raise NotImplementedError
 

@@ -17,7 +17,7 @@ from typing_extensions import override
 from draftsmith.speculators.config import DrafterConfig
 from draftsmith.speculators.errors import ConfigError
 from draftsmith.speculators.export.layouts import base
-from draftsmith.speculators.export.layouts.base import Fault, Fields, Layout, Source
+from draftsmith.speculators.export.layouts.base import Fault, Fields, FolderContents, Layout
 from draftsmith.speculators.export.layouts.eagle3 import TAPS
 from draftsmith.speculators.families.dflash2 import DFlash2Shape
 from draftsmith.speculators.families.dspark import DSparkShape
@@ -153,17 +153,17 @@ class DFlashLayout(Layout):
         }
 
     @override
-    def from_config(self, source: Source) -> DrafterConfig:
-        fields = source.fields
-        where = source.where
+    def from_config(self, contents: FolderContents) -> DrafterConfig:
+        fields = contents.fields
+        where = contents.where
         section = {**fields, **(fields.get(SECTION) or {})}
-        layers = fields.get("num_target_layers") or source.layers
-        replace(source, fields=section).require("mask_token_id", "target_layer_ids")
+        layers = fields.get("num_target_layers") or contents.layers
+        replace(contents, fields=section).require("mask_token_id", "target_layer_ids")
         given = [name for name in (*self.own_fields, ANCHOR) if section.get(name) is not None]
         return build_config(
             where,
             self.family,
-            **replace(source, layers=layers).head_fields(self.architectures),
+            **replace(contents, layers=layers).head_fields(self.architectures),
             tap_layers=tuple(layer + 1 for layer in section["target_layer_ids"]),
             block_size=fields.get("block_size") or section.get("block_size", 16),
             mask_token_id=section["mask_token_id"],

@@ -20,7 +20,7 @@ from draftsmith.speculators.drafter import Drafter
 from draftsmith.speculators.errors import CheckpointError, ConfigError, DraftsmithError
 from draftsmith.speculators.export.headers import read_headers
 from draftsmith.speculators.export.layouts import base
-from draftsmith.speculators.export.layouts.base import Fault, Layout, Source
+from draftsmith.speculators.export.layouts.base import Fault, FolderContents, Layout
 from draftsmith.speculators.families.draft_model.model import DraftModel, DraftModelConfig, sizes_of
 from draftsmith.speculators.families.draft_model.student import plain_fields
 from draftsmith.speculators.hub import one_line
@@ -69,18 +69,18 @@ class DraftModelLayout(Layout):
         return {**config.model, "architectures": [architecture], "dtype": config.dtype, **own}
 
     @override
-    def from_config(self, source: Source) -> DrafterConfig:
+    def from_config(self, contents: FolderContents) -> DrafterConfig:
         try:
-            model = plain_fields(source.fields, source.where)
+            model = plain_fields(contents.fields, contents.where)
         except ConfigError as error:
             raise CheckpointError(str(error)) from error
         return build_config(
-            source.where,
+            contents.where,
             self.family,
             # it reads none of them
-            num_target_layers=source.own.get("num_target_layers", source.layers) or 1,
-            other_tokenizer=bool(source.own.get("other_tokenizer")),
-            dtype=source.dtype,
+            num_target_layers=contents.own.get("num_target_layers", contents.layers) or 1,
+            other_tokenizer=bool(contents.own.get("other_tokenizer")),
+            dtype=contents.dtype,
             **sizes_of(model),
         )
 

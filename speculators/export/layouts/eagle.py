@@ -9,7 +9,7 @@ from typing_extensions import override
 
 from draftsmith.speculators.config import DrafterConfig
 from draftsmith.speculators.export.layouts import base
-from draftsmith.speculators.export.layouts.base import Fault, Fields, Layout, Source
+from draftsmith.speculators.export.layouts.base import Fault, Fields, FolderContents, Layout
 from draftsmith.speculators.registry import build_config
 
 ARCHITECTURES = ("EagleLlamaForCausalLM", "LlamaForCausalLM")
@@ -68,8 +68,8 @@ class EagleLayout(Layout):
         }
 
     @override
-    def from_config(self, source: Source) -> DrafterConfig:
-        named = {field: tensor in source.names for field, tensor in BY_NAME.items()}
-        own = {field: source.own.get(field, by_name) for field, by_name in named.items()}
-        head = source.head_fields(self.architectures)
-        return build_config(source.where, "eagle", **head, **own)
+    def from_config(self, contents: FolderContents) -> DrafterConfig:
+        named = {field: tensor in contents.names for field, tensor in BY_NAME.items()}
+        own = {field: contents.own.get(field, by_name) for field, by_name in named.items()}
+        head = contents.head_fields(self.architectures)
+        return build_config(contents.where, "eagle", **head, **own)

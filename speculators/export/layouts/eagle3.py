@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from draftsmith.speculators.config import DrafterConfig, default_tap_layers
 from draftsmith.speculators.export.layouts import base
-from draftsmith.speculators.export.layouts.base import Fault, Fields, Layout, Source
+from draftsmith.speculators.export.layouts.base import Fault, Fields, FolderContents, Layout
 from draftsmith.speculators.registry import build_config
 
 ARCHITECTURES = (
@@ -100,18 +100,18 @@ class Eagle3Layout(Layout):
         yield from base.ignored_window(plain)
 
     @override
-    def from_config(self, source: Source) -> DrafterConfig:
-        fields = source.fields
-        head = source.head_fields(ARCHITECTURES)
+    def from_config(self, contents: FolderContents) -> DrafterConfig:
+        fields = contents.fields
+        head = contents.head_fields(ARCHITECTURES)
         taps = fields.get(TAPS) or default_tap_layers(head["num_target_layers"])
         return build_config(
-            source.where,
+            contents.where,
             self.family,
             **head,
             tap_layers=tuple(sorted(taps)),
             qk_norm=fields.get("model_type") == "qwen3",
-            own_embeddings=source.owns_embeddings,
-            sliding_window=base.window_of(fields, source.where),
+            own_embeddings=contents.owns_embeddings,
+            sliding_window=base.window_of(fields, contents.where),
             **{switch: bool(fields.get(switch, False)) for switch in SWITCHES},
             **self.more_fields(fields),
         )

@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from draftsmith.speculators.config import DrafterConfig
 from draftsmith.speculators.export.layouts import base
-from draftsmith.speculators.export.layouts.base import Fault, Fields, Layout, Source
+from draftsmith.speculators.export.layouts.base import Fault, Fields, FolderContents, Layout
 from draftsmith.speculators.registry import build_config
 
 _PUBLISHED_BLOCK = re.compile(r"^(?:medusa_head\.)?(\d+)\.(\d+)\.linear\.(weight|bias)$")
@@ -65,26 +65,26 @@ class MedusaLayout(Layout):
             **base.own_fields(config),
         }
 
-    def from_config(self, source: Source) -> DrafterConfig:
+    def from_config(self, contents: FolderContents) -> DrafterConfig:
         """Published heads leave width and vocabulary to their base model: these must be added."""
-        fields = dict(source.fields)
+        fields = dict(contents.fields)
         for name, published in (("num_heads", "heads"), ("num_hidden_layers", "layers")):
             fields[name] = fields.get(name) or fields.get(f"medusa_num_{published}")
         sizes = ("num_heads", "num_hidden_layers", "hidden_size", "vocab_size")
-        replace(source, fields=fields).require(*sizes)
+        replace(contents, fields=fields).require(*sizes)
         return build_config(
-            source.where,
+            contents.where,
             "medusa",
             vocab_size=fields["vocab_size"],
             draft_vocab_size=fields["vocab_size"],
             hidden_size=fields["hidden_size"],
             target_hidden_size=fields["hidden_size"],
-            num_target_layers=source.target_layers(),
+            num_target_layers=contents.target_layers(),
             num_heads=fields["num_heads"],
             num_layers=fields["num_hidden_layers"],
-            fc_bias=any(name.endswith(".bias") for name in source.names),
+            fc_bias=any(name.endswith(".bias") for name in contents.names),
             shared_lm_head=bool(fields.get("original_lm_head", False)),
-            dtype=source.dtype,
+            dtype=contents.dtype,
         )
 
     def canonical(self, tensors: dict[str, Tensor], config: Any) -> dict[str, Tensor]:

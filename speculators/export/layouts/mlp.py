@@ -12,7 +12,7 @@ from typing_extensions import override
 from draftsmith.speculators.config import DrafterConfig
 from draftsmith.speculators.errors import CheckpointError
 from draftsmith.speculators.export.layouts import base
-from draftsmith.speculators.export.layouts.base import Fields, Layout, Source
+from draftsmith.speculators.export.layouts.base import Fields, FolderContents, Layout
 from draftsmith.speculators.registry import build_config
 
 ARCHITECTURE = "MLPSpeculatorPreTrainedModel"
@@ -56,36 +56,36 @@ class MLPLayout(Layout):
         }
 
     @override
-    def from_config(self, source: Source) -> DrafterConfig:
-        fields = source.fields
-        source.require("vocab_size", "emb_dim", "n_predict")
+    def from_config(self, contents: FolderContents) -> DrafterConfig:
+        fields = contents.fields
+        contents.require("vocab_size", "emb_dim", "n_predict")
         return build_config(
-            source.where,
+            contents.where,
             "mlp",
             vocab_size=fields["vocab_size"],
             draft_vocab_size=fields["vocab_size"],
             hidden_size=fields.get("inner_dim") or fields["emb_dim"],
             target_hidden_size=fields["emb_dim"],
-            num_target_layers=source.target_layers(),
+            num_target_layers=contents.target_layers(),
             n_predict=fields["n_predict"],
-            dtype=source.dtype,
+            dtype=contents.dtype,
             **{switch: bool(fields.get(switch, False)) for switch in SWITCHES},
         )
 
     def canonical(self, tensors: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
         """One copy of every tied tensor. CheckpointError if copies in the file differ."""
         kept: dict[str, Tensor] = {}
-        source: dict[str, str] = {}
+        first_name: dict[str, str] = {}
         for name in sorted(tensors):
             stored = _kept(name, config)
             if stored in kept and not torch.equal(kept[stored], tensors[name]):
                 raise CheckpointError(
-                    f"{source[stored]} and {name} differ, but config.json says tie_weights: true;"
-                    " set it to false if the heads were trained apart",
+                    f"{first_name[stored]} and {name} differ, but config.json says"
+                    " tie_weights: true; set it to false if the heads were trained apart",
                     where="tie_weights",
                 )
             kept.setdefault(stored, tensors[name])
-            source.setdefault(stored, name)
+            first_name.setdefault(stored, name)
         return kept
 
 

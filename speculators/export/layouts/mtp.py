@@ -21,7 +21,7 @@ from typing_extensions import override
 from draftsmith.speculators.config import DrafterConfig
 from draftsmith.speculators.errors import CheckpointError
 from draftsmith.speculators.export.layouts import base
-from draftsmith.speculators.export.layouts.base import Fields, Layout, Source
+from draftsmith.speculators.export.layouts.base import Fields, FolderContents, Layout
 from draftsmith.speculators.families.mtp import BORROWED, MtpConfig
 from draftsmith.speculators.layers.target_layer import layer_fields, pack_experts, unpack_experts
 from draftsmith.speculators.registry import build_config
@@ -122,10 +122,10 @@ class MtpLayout(Layout):
         }
 
     @override
-    def from_config(self, source: Source) -> DrafterConfig:
-        fields = source.fields
-        names = source.names
-        where = source.where
+    def from_config(self, contents: FolderContents) -> DrafterConfig:
+        fields = contents.fields
+        names = contents.names
+        where = contents.where
         layout, modules = _modules(names)
         if len(modules) != 1:
             raise CheckpointError(
@@ -135,12 +135,12 @@ class MtpLayout(Layout):
             )
         whole = any(name.startswith("model.layers.0.") for name in names)  # the target is there too
         usual = "residual" if whole and layout == "mimo" else "normed"
-        read = {"dtype": source.dtype, "hidden_state": fields.get("mtp_hidden_state") or usual}
-        source.require("num_hidden_layers")
+        read = {"dtype": contents.dtype, "hidden_state": fields.get("mtp_hidden_state") or usual}
+        contents.require("num_hidden_layers")
         if layout in BORROWED:
             return self._borrowed(fields, layout, modules, where, read)
-        layers = source.layers or (fields["num_hidden_layers"] if whole else None)
-        head = replace(source, layers=layers).head_fields() | {"num_layers": 1} | read
+        layers = contents.layers or (fields["num_hidden_layers"] if whole else None)
+        head = replace(contents, layers=layers).head_fields() | {"num_layers": 1} | read
         return build_config(where, "mtp", layout=layout, **head)
 
     def _borrowed(

@@ -18,7 +18,7 @@ from draftsmith.speculators.drafter import Drafter
 from draftsmith.speculators.errors import ConfigError
 from draftsmith.speculators.export import remote_code
 from draftsmith.speculators.export.layouts import base
-from draftsmith.speculators.export.layouts.base import Fields, Layout, Source
+from draftsmith.speculators.export.layouts.base import Fields, FolderContents, Layout
 from draftsmith.speculators.export.layouts.dflash import SECTION, DFlashLayout
 from draftsmith.speculators.export.layouts.format import Format
 from draftsmith.speculators.export.layouts.mtp import NAMES, MtpLayout
@@ -129,7 +129,7 @@ class PlainMtpLayout(MtpLayout):
         """See `Layout.name_in_file`: the same."""
         return name
 
-    def from_config(self, source: Source) -> DrafterConfig:
+    def from_config(self, contents: FolderContents) -> DrafterConfig:
         """See `Layout.from_config`, which tells modules apart by their prefix."""
-        names = {NAMES["mimo"].prefix + name for name in source.names}
-        return super().from_config(replace(source, names=names))
+        names = {NAMES["mimo"].prefix + name for name in contents.names}
+        return super().from_config(replace(contents, names=names))

@@ -19,7 +19,7 @@ from draftsmith.speculators.errors import DataError
 from draftsmith.train.data.examples import Example
 from draftsmith.train.data.loss_mask import ConversationTokenizer
 from draftsmith.train.pipeline.data_stage import write_in_parts
-from draftsmith.train.recipe.data_sections import RegenerateSection, spread
+from draftsmith.train.recipe.data_sections import RegenerateSection, deal_temperatures
 from draftsmith.train.regeneration.conversations import TargetFacts
 from draftsmith.train.regeneration.regenerate import regenerate
 from draftsmith.train.regeneration.store import Response, ResponseStore, TokenIds
@@ -233,7 +233,7 @@ def test_progress_of_writing_counts_the_tokens_of_responses_under_way(write, tmp
 
 
 def test_temperatures_have_their_shares_everywhere(write, tmp_path):
-    chosen = spread(SECTION.temperatures, 40)
+    chosen = deal_temperatures(SECTION.temperatures, 40)
     assert Counter(chosen) == {0.0: 10, 1.0: 30}
     assert all(chosen[i : i + 8].count(0.0) == 2 for i in range(0, 40, 8))
     same = [Example("default", "x", prompt="equal prompts")] * 6
