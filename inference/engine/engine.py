@@ -180,9 +180,10 @@ class Engine:
             self._compile(None)
 
     def _compile(self, options: CompileOptions | None) -> None:
-        self.runner.compile(options)
-        if self.proposer is not None:
-            self.proposer.compile(options)
+        proposer = self.proposer
+        self.runner.compile(options, trees=proposer is not None and proposer.drafts_trees)
+        if proposer is not None:
+            proposer.compile(options)
 
     # ------------------------------------------------------------------ one step
 

@@ -46,6 +46,18 @@ class StaticRows(CacheView):
         """bool [R, 1, T, S], True = attend."""
         return self._mask
 
+    def tree_mask(
+        self, start: int, stop: int, base: Tensor, visible: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """As RaggedCache's, for trees that begin with the new tokens: visible bool [R, T, T]. A
+        token sees itself in any case, since padding that sees nothing would give NaN."""
+        T = visible.shape[1]
+        own = visible | torch.eye(T, dtype=torch.bool, device=visible.device)
+        index = torch.arange(self.S, device=visible.device) - base[:, None]  # [R, S]
+        inside = index.clamp(0, T - 1)[:, None].expand(-1, T, -1)  # [R, T, S]
+        seen = own.gather(2, inside) & (index < T)[:, None]
+        return (seen | (index < 0)[:, None])[:, None], index
+
     def view(self, *_: int) -> StaticRows:
         """Itself: its rows and slots are those of every call."""
         return self

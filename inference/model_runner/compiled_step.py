@@ -1,8 +1,8 @@
 """Steps at static shapes by torch.compile, on a GPU as CUDA graphs (mode "reduce-overhead"): a
 model's forward over the last token and the drafts, and what compiled_chain.py makes of a drafter.
 
-A shape of static_shapes.py is compiled in a warm-up, or when it is first met. Prefill, trees of
-drafts, sampled chains and what decides over tokens run eager."""
+A shape of static_shapes.py is compiled in a warm-up, or when it is first met. Prefill, the drafting
+of trees and of sampled chains, and what decides over tokens run eager."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from draftsmith.inference.kv_cache.static_rows import StaticRows
 from draftsmith.inference.model_runner.compile_options import CompileOptions
 from draftsmith.inference.model_runner.static_shapes import Shape, all_shapes, shape_for
 from draftsmith.speculators.errors import ConfigError
 from draftsmith.speculators.precision import on_device
-from draftsmith.speculators.target.ragged_rows import Forward, run_rows
+from draftsmith.speculators.target.ragged_rows import Forward, TreePlaces, run_rows
 
 if TYPE_CHECKING:
     from draftsmith.inference.kv_cache.ragged_cache import RaggedCache
@@ -32,16 +33,25 @@ Step = Callable[..., Outputs]  # (rows, counts [R], *inputs [R, T, …])
 class CachedStep(nn.Module):
     """A step over new tokens of the first rows of `cache`, compiled once per shape. The memory of
     the cache are its buffers, whose addresses are fixed. `ahead`: slots that it fills after those
-    of its inputs. `compiled`: the shapes that are."""
+    of its inputs. `narrow`: rounds of one token have shapes of their own. `compiled`: the shapes
+    that are."""
 
     def __init__(
-        self, step: Step, cache: RaggedCache, width: int, ahead: int, options: CompileOptions
+        self,
+        step: Step,
+        cache: RaggedCache,
+        width: int,
+        ahead: int,
+        options: CompileOptions,
+        *,
+        narrow: bool = True,
     ) -> None:
         super().__init__()
         cache.reserve_all()
         self._most_rows = min(cache.max_rows, options.most_rows or cache.max_rows)
         self._when_met = options.asked
-        self.shapes = all_shapes(self._most_rows, width, cache.max_len)
+        shapes = all_shapes(self._most_rows, width, cache.max_len)
+        self.shapes = [shape for shape in shapes if narrow or shape.width == width]
         self.compiled: set[Shape] = set()
         self._step = step
         self._cache = cache
@@ -119,7 +129,7 @@ class CachedStep(nn.Module):
 
 class CompiledForward:
     """`forward` over up to `width` new tokens of each of the first rows of `cache`, which gets all
-    its memory at once. `max_positions`: as of `run_rows`."""
+    its memory at once. `max_positions`: as of `run_rows`. `trees`: the new tokens may be trees."""
 
     def __init__(
         self,
@@ -128,17 +138,45 @@ class CompiledForward:
         width: int,
         max_positions: int,
         options: CompileOptions,
+        *,
+        trees: bool = False,
     ) -> None:
         def step(rows: StaticRows, counts: Tensor, token_ids: Tensor) -> Outputs:
             return run_rows(forward, rows, 0, token_ids, max_positions=max_positions)
 
-        self.step = CachedStep(step, cache, width, 0, options)
+        def tree_step(
+            rows: StaticRows, counts: Tensor, token_ids: Tensor, depths: Tensor, visible: Tensor
+        ) -> Outputs:
+            tree = TreePlaces(depths, visible)
+            return run_rows(forward, rows, 0, token_ids, max_positions=max_positions, tree=tree)
 
-    def __call__(self, start: int, token_ids: Tensor) -> tuple[Tensor | None, Tensor] | None:
+        self.step = CachedStep(step, cache, width, 0, options)
+        self.tree_step: CachedStep | None = None
+        if trees:
+            self.tree_step = CachedStep(tree_step, cache, width, 0, options, narrow=False)
+        self._width = width
+
+    def warm_up(self, deadline: float, longest: int | None = None) -> None:
+        """Compiles every shape of its steps until then; see `CachedStep.warm_up`."""
+        self.step.warm_up(deadline, longest)
+        if self.tree_step is not None:
+            self.tree_step.warm_up(deadline, longest)
+
+    def __call__(
+        self, start: int, token_ids: Tensor, tree: TreePlaces | None = None
+    ) -> tuple[Tensor | None, Tensor] | None:
         """token_ids [b, T] -> taps and last_hidden as `forward` gives them; None where it has to
-        run eager."""
+        run eager. `tree`: which begins with the new tokens."""
         rows, width = token_ids.shape
-        outputs = self.step.run(start, [1] * rows, token_ids)
+        counts = [1] * rows
+        if tree is None:
+            outputs = self.step.run(start, counts, token_ids)
+        elif self.tree_step is None or width > self._width:
+            return None
+        else:
+            # what a padded token sees is decided in the step
+            visible = pad(tree.visible, (0, self._width - width))  # [b, T, width of the step]
+            outputs = self.tree_step.run(start, counts, token_ids, tree.depths, visible)
         if not outputs:
             return None
         taps, last_hidden = outputs

@@ -47,9 +47,9 @@ class ModelRunner:
         self.ran_compiled = False
         self._width = 1 + drafts  # new tokens of a row in a round
 
-    def compile(self, options: CompileOptions | None) -> None:
-        """Rounds run at static shapes from now on; None: all runs eager again. While no row holds
-        anything."""
+    def compile(self, options: CompileOptions | None, *, trees: bool = False) -> None:
+        """Rounds run at static shapes from now on, those of `trees` as well; None: all runs eager
+        again. While no row holds anything."""
         if options is None:
             self.compiled = None
             return
@@ -57,7 +57,7 @@ class ModelRunner:
         from draftsmith.inference.model_runner.compiled_step import CompiledForward
 
         self.compiled = CompiledForward(
-            self.forward, self.cache, self._width, self.max_len, options
+            self.forward, self.cache, self._width, self.max_len, options, trees=trees
         )
 
     def __call__(
@@ -68,8 +68,8 @@ class ModelRunner:
 
         Lengths stay what they are until `advance` or `keep`. `tree`: the new tokens are no chain.
         """
-        if self.compiled is not None and tree is None:
-            features = self.compiled(start, token_ids)
+        if self.compiled is not None:
+            features = self.compiled(start, token_ids, tree)
             if features is not None:
                 self.ran_compiled = True
                 return features
@@ -125,4 +125,4 @@ class ModelRunner:
         """Compiles every shape until then, once requests have run; nothing where all runs eager.
         `longest`: tokens of the longest text that is to come."""
         if self.compiled is not None:
-            self.compiled.step.warm_up(deadline, longest)
+            self.compiled.warm_up(deadline, longest)

@@ -67,7 +67,9 @@ def _tree_inputs(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Position ids [b, T], mask [b, 1, T, S] and the positions of the keys [b, S]."""
     base = cache.lengths[start:stop] if tree.base is None else tree.base
-    first = on_device(base, tree.depths.device)[:, None]  # [b, 1]
+    device = tree.depths.device
+    # in a compiled step lengths are on the device
+    first = (base if isinstance(base, Tensor) else on_device(base, device))[:, None]  # [b, 1]
     mask, index = cache.tree_mask(start, stop, base, tree.visible)
     of_tree = tree.depths.gather(1, index.clamp(0, tree.depths.shape[1] - 1))
     key_position_ids = first + torch.where(index < 0, index, of_tree)

@@ -10,6 +10,7 @@ import torch
 
 from draftsmith.inference.kv_cache import ragged_cache
 from draftsmith.inference.kv_cache.ragged_cache import RaggedCache
+from draftsmith.inference.kv_cache.static_rows import StaticRows
 from draftsmith.speculators.errors import ConfigError
 from draftsmith.speculators.target.frozen_target import FrozenTarget
 from tests.support.errors import raises_at
@@ -189,6 +190,12 @@ def test_a_tree_sees_the_text_and_its_ancestors():
     assert mask.shape == (2, 1, 4, 7) and index.tolist()[1] == [-1, 0, 1, 2, 3, 4, 5]
     assert mask[0, 0].int().tolist() == [[1, 1, 1, *row] for row in visible[0].int().tolist()]
     assert mask[1, 0].int().tolist() == [[1, *row, 0, 0] for row in visible[0].int().tolist()]
+    keys = [torch.zeros(2, 1, 32, 1)]
+    static = StaticRows(torch.tensor([3, 1]), keys, keys, 4, 7)
+    same = static.tree_mask(0, 2, static.lengths, visible)
+    assert torch.equal(same[0], mask) and torch.equal(same[1], index)
+    blind = static.tree_mask(0, 2, static.lengths, torch.zeros_like(visible))[0]
+    assert blind.any(-1).all()  # padding that saw nothing would give NaN
     # half of the tree is written already: two new tokens after two drafts
     cache.advance(0, 2)
     cache.advance(1, 2)

@@ -23,7 +23,7 @@ from draftsmith.inference.model_runner.static_shapes import Shape, all_shapes, s
 from draftsmith.speculators.errors import ConfigError
 from tests.support.cases import Case, make
 from tests.support.drafters import StubProposer
-from tests.support.engines import ids_of, make_llm, proposer_of
+from tests.support.engines import drafting_llm, ids_of, make_llm, proposer_of
 from tests.support.errors import raises_at
 
 K, LIMIT = 2, 96
@@ -105,6 +105,20 @@ def test_compiled_rounds_write_what_eager_ones_write(kind, rows, temperature, mo
     assert write(compiled, temperature=temperature) == write(eager, temperature=temperature)
     assert counters["stats"]["unique_graphs"] > 0 and not counters["graph_break"]
     assert len(steps_of(compiled)) == 1 + (kind in ("draft_model", "eagle3"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["static", "dynamic", "lookahead"])
+def test_trees_are_verified_compiled_and_write_what_eager_ones_write(kind, tiny_model):
+    """Rows of different lengths, and trees narrower than the step's, on a model with windows."""
+    model = tiny_model("qwen3_sliding", num_hidden_layers=2)
+    limits = {"max_num_seqs": 2, "max_model_len": LIMIT}
+    llm = drafting_llm(kind, model, compilation_config=TRACED, **limits)
+    eager = drafting_llm(kind, model, **limits)
+    assert llm.engine.proposer.drafts_trees
+    assert write(llm) == write(eager)
+    assert set(compiled_shares(llm)) == {1}
+    assert llm.engine.runner.compiled.tree_step.compiled
 
 
 @pytest.mark.slow
