@@ -73,14 +73,21 @@ def part(inputs: DraftInput, start: int, stop: int) -> DraftInput:
 
 @torch.no_grad()
 def drafted(
-    world: World, ids: torch.Tensor, anchor: int, k: int, forced: torch.Tensor
+    world: World,
+    ids: torch.Tensor,
+    anchor: int,
+    k: int,
+    forced: torch.Tensor,
+    split: int | None = None,
 ) -> list[DraftLogits]:
-    """What the runtime gives for `k` drafts from slot `anchor`, where `forced` are drafted."""
+    """What the runtime gives for `k` drafts from slot `anchor`, where `forced` are drafted. The
+    first `split` slots are appended before the others; None: half of them."""
     drafter = world[1]
     text = ids[: anchor + 2]  # up to the token after the anchor's
     inputs = draft_input(world, [text])
     (slots,) = inputs.counts
-    if split := anchor // 2:  # two calls: an append, then append and draft
+    split = anchor // 2 if split is None else split
+    if split:  # two calls: an append, then append and draft
         drafter.append(part(inputs, 0, split))
     with closing(drafter.draft_steps(part(inputs, split, slots), k)) as steps:
         results = [steps.send(None), *(steps.send(token[None]) for token in forced[: k - 1])]

@@ -27,6 +27,7 @@ from tests.support.contract import (
     assert_ragged_rows_draft_as_alone,
     assert_unroll_equals_draft,
     draft_input,
+    draft_logits,
     packed,
     part,
     random_rows,
@@ -54,6 +55,18 @@ def test_a_unit_of_depth_matters(world: World) -> None:
 
 def test_ragged_rows_draft_as_alone(world: World) -> None:
     assert_ragged_rows_draft_as_alone(world, random_rows(5, 9, 7))
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "window" in name])
+def test_slots_around_a_window_are_read_at_once_as_one_after_the_other(name) -> None:
+    """The window may end in the piece that begins the text."""
+    world = world_of(name)
+    (ids,) = packed([12])["input_ids"][:, :12]
+    for anchor in range(1, 9):
+        at_once, later = (
+            draft_logits(world, ids, anchor, 1, ids[anchor + 2 :], split) for split in (0, anchor)
+        )
+        torch.testing.assert_close(at_once.softmax(-1), later.softmax(-1), atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.slow
