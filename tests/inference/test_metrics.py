@@ -46,7 +46,10 @@ def test_merging_is_counting_together_and_a_difference_undoes_it():
         merged = counted(one)
         merged.merge(counted(other))
         assert merged == counted(one + other)
-        assert merged.since(counted(one)).acceptance_length == counted(other).acceptance_length
+        growth = merged.since(counted(one))
+        assert growth.acceptance_length == counted(other).acceptance_length
+        growth.merge(counted(one))
+        assert growth == merged
 
 
 def test_counters_are_listed_as_vllms_metrics():

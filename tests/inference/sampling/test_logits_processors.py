@@ -93,6 +93,16 @@ def test_rows_without_processors_cost_nothing_and_keep_their_logits():
     assert process_logits(kept, proposal, asked) is not kept and torch.equal(kept, before)
 
 
+def test_stop_tokens_are_forbidden_until_min_tokens_are_written():
+    request = make_request(SamplingParams(min_tokens=3, stop_token_ids=STOPS))
+    forbidden = []
+    for token in (9, 9, 9, 9, 9):
+        logits = process_logits(torch.zeros(1, 1, V), Proposal.empty(1), [request])
+        forbidden.append((logits[0, 0, list(STOPS)] < 0.1 * FORBIDDEN).all().item())
+        request.token_ids.append(token)
+    assert forbidden == [True, True, True, False, False]
+
+
 def test_processing_is_in_float32():
     logits = torch.randn(1, 1, V).bfloat16()
     request = make_request(SamplingParams(repetition_penalty=1.1))
