@@ -172,14 +172,15 @@ def evaluate(
         facts = _measure(run, provenance or {})
     except KeyboardInterrupt as stop:
         raise EvaluationStopped([cell.cell() for cell in cells if cell.ended]) from stop
-    facts = facts.model_copy(update={"duration_s": round(time.monotonic() - began, 1)})
+    ended = Provenance(**facts, duration_s=round(time.monotonic() - began, 1))
     progress(1.0, "done")
-    most = {"num_speculative_tokens": facts.num_speculative_tokens}
-    return build_report(cells, facts, [suite.facts.model_copy(update=most) for suite in suites])
+    most = {"num_speculative_tokens": ended.num_speculative_tokens}
+    return build_report(cells, ended, [suite.facts.model_copy(update=most) for suite in suites])
 
 
-def _measure(run: _Evaluation, provenance: Mapping[str, Any]) -> Provenance:
-    """Fills the cells; returns what they depend on. The engine is closed afterwards."""
+def _measure(run: _Evaluation, provenance: Mapping[str, Any]) -> dict[str, Any]:
+    """Fills the cells; returns what they depend on, as `_provenance`. The engine is closed
+    afterwards."""
     settings = run.settings
     try:
         run.measure()
@@ -197,41 +198,50 @@ def _provenance(
     target_name: str | None = None,
     chat_template: str | None = None,
     **fields: Any,
-) -> Provenance:
-    """The provenance of an engine that has not been closed, with `duration_s` 0. `chat_template`:
-    used instead of the tokenizer's."""
+) -> dict[str, Any]:
+    """The provenance of an engine that has not been closed, but `duration_s`, which is not known
+    yet. `chat_template`: used instead of the tokenizer's."""
     drafting = engine.drafting
     target = engine.target
     facts = engine.facts()
     template = chat_template or getattr(engine.tokenizer, "chat_template", None)
     if not (template is None or isinstance(template, str)):  # several, by name
         template = json.dumps(template)
+    target_weights = model_weights_sha256(drafting.model, drafting.options.get("revision"))
+    return {
+        **environment(target.device, target.dtype),
+        **_drafter_facts(drafting, target_weights),
+        "chat_template_sha256": text_sha256(template),
+        "target_name": target_name or drafting.model,
+        "target_weights_sha256": target_weights,
+        "num_speculative_tokens": drafting.drafts.most_drafts,
+        "speculative_config": dict(drafting.further),
+        "engine": facts.name,
+        "engines": [facts],
+        "created_at": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "recipe_name": None,
+        "recipe_sha256": None,
+        **fields,
+    }
+
+
+def _drafter_facts(drafting: Drafting, target_weights: str) -> dict[str, Any]:
+    """What the provenance says of the drafter. A drafter that was trained for other weights than
+    `target_weights`, by their hash, is a warning."""
     config = drafting.speculative_config
     weights = None
-    target_weights = model_weights_sha256(drafting.model, drafting.options.get("revision"))
     if drafting.drafter is not None:
         folder = cached_folder(drafting.drafter)
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         weights = weights_sha256(folder)
         if warning := other_target(config, target_weights):
             logger.warning("%s: %s", drafting.drafter, warning)
-    return Provenance(
-        **environment(target.device, target.dtype),
-        chat_template_sha256=text_sha256(template),
-        target_name=target_name or drafting.model,
-        target_weights_sha256=target_weights,
-        drafter_method=drafting.method,
-        drafter_path=drafting.drafter,
-        drafter_config=config,
-        drafter_weights_sha256=weights,
-        num_speculative_tokens=drafting.drafts.most_drafts,
-        speculative_config=dict(drafting.further),
-        engine=facts.name,
-        engines=[facts],
-        created_at=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        duration_s=0.0,
-        **{"recipe_name": None, "recipe_sha256": None, **fields},
-    )
+    return {
+        "drafter_method": drafting.method,
+        "drafter_path": drafting.drafter,
+        "drafter_config": config,
+        "drafter_weights_sha256": weights,
+    }
 
 
 @dataclass(frozen=True)
