@@ -1,4 +1,5 @@
-"""A head with a window behind 4k positions: the text is the target's own, memory is bounded."""
+"""A head with a window behind 4k positions: the text is the target's own, memory is bounded. And
+drafts beyond the last position that a target has."""
 
 from __future__ import annotations
 
@@ -7,7 +8,8 @@ import torch
 from draftsmith.inference import SamplingParams
 from draftsmith.speculators.registry import config_for_target, family_class
 from draftsmith.speculators.target.frozen_target import FrozenTarget
-from tests.support.engines import make_llm
+from tests.support.cases import OPT
+from tests.support.engines import drafting_llm, make_llm, same_text
 from tests.support.memory import Largest
 
 WINDOW, WRITTEN, K = 64, 6, 3
@@ -57,3 +59,11 @@ def test_drafting_behind_many_tokens(tiny_model) -> None:
     with torch.no_grad(), Largest() as largest:
         assert len(list(drafter.unroll(features, K))) == K
     assert largest.numel < length * 1024
+
+
+def test_drafts_beyond_the_last_position_of_a_target_have_its_last(tiny_model) -> None:
+    """Its positions are learned: there is none behind them. The other row drafts on."""
+    model = tiny_model("opt", **OPT | {"max_position_embeddings": 32})
+    llm = drafting_llm("random", model, max_num_seqs=2)
+    prompts = [{"prompt_token_ids": list(range(3, 32))}, {"prompt_token_ids": [5, 6, 7]}]
+    same_text(llm, prompts)

@@ -1,4 +1,4 @@
-"""EAGLE-3: faults in its files by name, published heads, and attention that is computed again."""
+"""EAGLE-3: its residual, faults in its files by name, and published heads."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from draftsmith.speculators.errors import ConfigError
 from draftsmith.speculators.export import export_drafter, read_drafter_config
 from draftsmith.speculators.target.frozen_target import FrozenTarget
 from tests.support.cases import CASES, make, world_of
+from tests.support.contract import packed
 from tests.support.errors import raises_at
 
 
@@ -24,6 +25,23 @@ def head():
 def test_a_head_for_another_target_is_refused(head, tiny_model):
     with raises_at(ConfigError, "drafter of family eagle3"):
         head[1].attach(FrozenTarget(tiny_model("llama", vocab_size=77), [1, 2, 3]))
+
+
+@pytest.mark.parametrize("normed", [False, True])
+@torch.no_grad()
+def test_unroll_of_a_layer_that_adds_nothing_is_the_projection_of_the_taps(normed, tiny_model):
+    """With `norm_before_residual` its norm, whose place in the layer is the switch's meaning."""
+    case = CASES["eagle3"]
+    case = replace(case, shape={**case.shape, "norm_before_residual": normed})
+    target, drafter = make(case, tiny_model("llama"))
+    (layer,) = drafter.layers
+    layer.self_attn.o_proj.weight.zero_()
+    layer.mlp.down_proj.weight.zero_()
+    features = target.features(**packed([9]))
+    projected = drafter.fc(features.taps)
+    expected = layer.hidden_norm(projected) if normed else projected
+    (step,) = drafter.unroll(features, 1)
+    torch.testing.assert_close(step.hidden, expected.flatten(0, 1)[step.anchor_index])
 
 
 def test_failed_export_leaves_the_old_one(head, tmp_path, monkeypatch):
