@@ -1,4 +1,8 @@
-"""The project's exceptions: where, what was wrong, what was expected, what to do."""
+"""The project's exceptions. A message says where, what was wrong, what was expected, what to do.
+
+All derive from `DraftsmithError`, so that the command line and the servers tell a fault of the user
+from one of the program, which keeps its traceback. Packages add classes of their own, beside what
+raises them."""
 
 from __future__ import annotations
 
@@ -32,7 +36,7 @@ class UnsupportedTarget(DraftsmithError):
 
 
 class QuantisedTensors(UnsupportedTarget):
-    """Tensors of a checkpoint are quantised, and are needed as they are in float formats."""
+    """Tensors that are needed as floating-point numbers are quantised in the checkpoint."""
 
 
 class HubError(DraftsmithError):

@@ -218,5 +218,7 @@ class Eagle3(DecoderChain):
 
     @override
     def head_parameters(self) -> list[nn.Parameter]:
-        modules = [self.lm_head] if self.config.norm_output else [self.lm_head, self.norm]
-        return [p for module in modules for p in module.parameters() if p.requires_grad]
+        parameters = list(self.lm_head.parameters())
+        if not self.config.norm_output:
+            parameters += self.norm.parameters()
+        return [p for p in parameters if p.requires_grad]

@@ -62,6 +62,13 @@ class FrozenTarget(TargetHead):
     def __init__(self, model: PreTrainedModel, tap_layers: Sequence[int] = ()) -> None:
         super().__init__(model, tap_layers)
         self._eager = self.config._attn_implementation == "eager"
+        # What is assumed of the decoder, until `_confirm` has probed it.
+        self._masks_by_kind = bool(getattr(self.config, "layer_types", None))
+        self._attends_by_name = True
+        self._packs = not self._parts.stateful
+        self._window = self._parts.window
+        self._has_full = probe.FULL in self._parts.kinds
+        self.has_window = probe.SLIDING in self._parts.kinds
         self._collected: dict[int, Tensor] | None = None  # taps of the forward in progress
         self._handles = [self._hook_tap(tap) for tap in self.tap_layers]
         self._tapped = bool(self.tap_layers)
@@ -73,10 +80,6 @@ class FrozenTarget(TargetHead):
 
     def _confirm(self, parts: Parts) -> None:
         """Probes the model."""
-        self._set_parts(parts)
-        self._masks_by_kind = bool(getattr(self.config, "layer_types", None))
-        self._attends_by_name = True
-        self._packs = not parts.stateful
         probe.confirm_causal(parts)
         self._confirm_taps(parts)
         try:
@@ -95,6 +98,7 @@ class FrozenTarget(TargetHead):
         probe.confirm_packing(parts, self._probe_packed)
 
     def _set_parts(self, parts: Parts) -> None:
+        """Takes over the kinds of layers that a probe has found."""
         self._parts = parts
         self._window = parts.window
         self._has_full = probe.FULL in parts.kinds
@@ -276,12 +280,9 @@ class FrozenTarget(TargetHead):
         """The texts of packed rows [B, T], each as a row of its own: padding behind a text reaches
         nothing. Padding of the rows gets zeros."""
         known = (on_host(segment_ids) >= 0).tolist()
-        texts = [
-            (row, slice(start, end))
-            for row, pieces in enumerate(text_spans(segment_ids))
-            for start, end in pieces
-            if known[row][start]
-        ]
+        texts = []
+        for row, spans in enumerate(text_spans(segment_ids)):
+            texts += [(row, slice(start, end)) for start, end in spans if known[row][start]]
         texts.sort(key=lambda text: text[1].start - text[1].stop)  # the longest first
         whole: list[Tensor] = []  # taps, if there are any, and last states [B, T, D]
         while texts:
@@ -293,8 +294,8 @@ class FrozenTarget(TargetHead):
             outputs = [states for states in self._decode(padded) if states is not None]
             whole = whole or [x.new_zeros(*input_ids.shape, x.shape[2]) for x in outputs]
             for states, output in zip(whole, outputs):
-                for (row, text), own in zip(batch, output):
-                    states[row, text] = own[: text.stop - text.start]
+                for (row, text), padded_states in zip(batch, output):
+                    states[row, text] = padded_states[: text.stop - text.start]
         *taps, last = whole
         return (taps[0] if taps else None), last
 
@@ -389,7 +390,9 @@ class FrozenTarget(TargetHead):
             if self._collected is not None:
                 self._collected[tap] = output[0] if isinstance(output, (tuple, list)) else output
 
-        before.is_tap = after.is_tap = True  # type: ignore[attr-defined]  # it changes nothing
+        # it changes nothing
+        before.is_tap = True  # type: ignore[attr-defined]
+        after.is_tap = True  # type: ignore[attr-defined]
         if tap == 0:
             return self._parts.layers[0].register_forward_pre_hook(before, with_kwargs=True)
         return self._parts.layers[tap - 1].register_forward_hook(after)

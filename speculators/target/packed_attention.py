@@ -164,7 +164,8 @@ def varlen_attention(
     """Causal attention within the texts of all rows, in one kernel: query [B, h, T, d], key and
     value [B, g, T, d] -> [B, T, h, d]. `window`: tokens that are seen; 0: all."""
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
-    bounds, longest = layout.bounds, layout.longest
+    bounds = layout.bounds
+    longest = layout.longest
     # tokens before a query's own; -1: all
     before = window - 1 if window else -1
     with kernels.of_part("attention"):

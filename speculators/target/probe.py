@@ -231,9 +231,13 @@ class _ZeroPast(Cache):
     def _nothing(self, *args, **kwargs) -> None:
         return None
 
-    update_conv_state = update_recurrent_state = _as_given
-    has_previous_state = is_recording_past = _nothing  # type: ignore[assignment]
-    get_conv_state = get_recurrent_state = _nothing  # from transformers 5.20 on
+    update_conv_state = _as_given
+    update_recurrent_state = _as_given
+    has_previous_state = _nothing  # type: ignore[assignment]
+    is_recording_past = _nothing  # type: ignore[assignment]
+    # from transformers 5.20 on
+    get_conv_state = _nothing
+    get_recurrent_state = _nothing
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.length
@@ -556,10 +560,12 @@ def find_recurrent(parts: Parts) -> tuple[Parts, RecurrentLayers | None]:
             f"its layers keep {'keys and states in one module' if both else kept}, where they"
             " cannot be rolled back"
         )
-    kinds = [
-        STATES if i not in cache.attending else SLIDING if "sliding" in kind else FULL
-        for i, kind in enumerate(parts.kinds)
-    ]
+    kinds = []
+    for layer, kind in enumerate(parts.kinds):
+        if layer not in cache.attending:
+            kinds.append(STATES)
+        else:
+            kinds.append(SLIDING if "sliding" in kind else FULL)
     window = int(getattr(parts.config, "sliding_window", None) or 0) if SLIDING in kinds else 0
     numbers = tuple(getattr(layer, "number_of_states", 0) for layer in cache.layers)
     recurrent = RecurrentLayers(tuple(cache.mixers), numbers)

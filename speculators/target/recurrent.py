@@ -136,7 +136,8 @@ class RecurrentStates:
         that its cache must have. fresh: the rows are empty."""
         fresh = fresh or not self._held
         layers = self._load(slice(start, stop), fresh)
-        forward = self._forward = _Forward(start, stop, T, fresh, layers)
+        forward = _Forward(start, stop, T, fresh, layers)
+        self._forward = forward
         forward.left = set(range(start, stop))
         with self.of.recording(forward.calls, (stop - start, T), fresh):
             yield forward.layers

@@ -17,7 +17,6 @@ from draftsmith.speculators.errors import ConfigError
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
-
 # The characters that byte-level tokenizers write bytes with -> the byte.
 _ALPHABET = {character: byte for byte, character in bytes_to_unicode().items()}
 
@@ -87,19 +86,24 @@ class _Decoder:
 
     @classmethod
     def read(cls, fields: dict[str, Any], whose: str) -> _Decoder:
-        """Reads a tokenizer.json. ConfigError for a decoder that joins tokens."""
+        """Reads a tokenizer.json. ConfigError for a decoder that joins tokens.
+
+        Its steps are replacements, then the conversion to bytes, then the fusion of all tokens;
+        ByteLevel converts and fuses. A `Strip` of the fused text concerns its ends and is passed
+        over. Steps in another order, or of other types, are not known: a replacement behind the
+        fusion could change a token by its neighbours."""
         model = fields["model"]
         steps = _flat(fields["decoder"])
         replacements: list[tuple[str, str]] = []
         bytes_by = None
-        joined = False
+        joined = False  # the tokens are one text from here on
         known = not (model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"))
         for step in steps:
             kind = step["type"]
             pattern = step.get("pattern") or {}
             if kind == "Fuse" or (kind == "Strip" and joined):
                 joined = True
-            elif joined or bytes_by is not None:  # its tokens were joined or turned into bytes
+            elif joined or bytes_by is not None:
                 known = False
             elif kind in ("ByteLevel", "ByteFallback"):
                 bytes_by = kind
@@ -113,6 +117,7 @@ class _Decoder:
         encoder = {
             step["type"] for part in ("normalizer", "pre_tokenizer") for step in _flat(fields[part])
         }
+        # Both ends write bytes in the same way, and a space is written by a sign.
         same = (bytes_by == "ByteLevel") == ("ByteLevel" in encoder)
         spaced = bytes_by == "ByteLevel" or " " in dict(replacements).values()
         if not (known and same and spaced):
@@ -156,18 +161,25 @@ def same_vocabulary(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerB
     Either may have added tokens at ids that the other does not use, as the sizes and generations of
     a model line do; ordinary tokens must be in both. The caller checks that the draft model's
     embedding has a row for each target id."""
-    differing: set[str] = set()
-    for one, other in ((target, draft), (draft, target)):
-        added = one.added_tokens_decoder
-        known = other.get_vocab()
-        taken = set(known.values())
-        differing |= {
-            token
-            for token, id in one.get_vocab().items()
-            if known.get(token, id) != id
-            or (token not in known and (id not in added or id in taken))
-        }
+    differing = _differing(target, draft) | _differing(draft, target)
     if not differing:
         return None
     examples = ", ".join(map(repr, sorted(differing)[:3]))
     return f"{len(differing):,} tokens are missing or stand at other ids, such as {examples}"
+
+
+def _differing(one: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> set[str]:
+    """The tokens of `one` that `other` has at another id, or lacks, unless they are added tokens
+    whose ids `other` does not use."""
+    added = one.added_tokens_decoder
+    known = other.get_vocab()
+    taken = set(known.values())
+    differing = set()
+    for token, id in one.get_vocab().items():
+        if token in known:
+            agrees = known[token] == id
+        else:
+            agrees = id in added and id not in taken
+        if not agrees:
+            differing.add(token)
+    return differing

@@ -79,7 +79,9 @@ class PiecewiseTokenizer:
         """Which tokens of `text` have a character within `marks` [start, end), from token `first`
         on: bool [T]. Of a character that is several tokens, all."""
         masks = []
-        begin = done = 0  # characters and tokens before a piece
+        # characters and tokens before a piece
+        begin = 0
+        done = 0
         for piece in self._pieces(text):
             mask = np.zeros(len(self._ids(piece)), dtype=bool)
             if done + len(mask) > first:

@@ -46,7 +46,7 @@ def deduplicate(
         first[digest] = example.origin
         return True
 
-    return [[example for example in examples if new(example)] for examples in lists], left_out
+    return [list(filter(new, examples)) for examples in lists], left_out
 
 
 def decontaminate(
@@ -73,7 +73,7 @@ def decontaminate(
             left_out.append(LeftOut(example.origin, example.workload, "contaminated", like))
         return like is None
 
-    return [[example for example in examples if clean(example)] for examples in lists], left_out
+    return [list(filter(clean, examples)) for examples in lists], left_out
 
 
 def mix(sources: Sequence[Source], lists: Sequence[Sequence[Example]]) -> list[Example]:

@@ -288,9 +288,7 @@ def walk_chunk(
 
     states [n, D]: a leaf of the graph, if the gradient of hidden is asked for. `measured` is filled
     in at the chunk's places."""
-    matched = torch.cat([rows.target_index[block.targets()] for block in chunk])  # [u]
-    with torch.no_grad():
-        target_logits = task.target_logits(task.target_hidden[matched])  # [u, V]
+    target_logits = target_logits_of(task, chunk, rows)  # [u, V]
     with torch.set_grad_enabled(trains):
         logits = task.head(states)  # [n, Vd]
     values = logits.detach()
@@ -318,6 +316,13 @@ def walk_chunk(
     edges = leaves(logits)
     gradients = torch.autograd.grad(logits, list(edges), gradient)
     return list(zip(edges.values(), gradients, strict=True))
+
+
+def target_logits_of(task: Task, chunk: Sequence[Group], rows: RowsInOrder) -> Tensor:
+    """The logits [u, V] of the targets of a chunk, one row for each, without gradient."""
+    matched = torch.cat([rows.target_index[block.targets()] for block in chunk])  # [u]
+    with torch.no_grad():
+        return task.target_logits(task.target_hidden[matched])
 
 
 def gradient_memory(logits: Tensor) -> Tensor:

@@ -126,7 +126,8 @@ def _print(console: Console, title: str, rows: Lines) -> None:
     if not rows:
         return
     table = Table(title=title, title_justify="left", title_style="bold", box=None)
-    table.show_header = table.pad_edge = False
+    table.show_header = False
+    table.pad_edge = False
     table.add_column(style="dim", no_wrap=True)
     table.add_column()
     for name, value in rows:

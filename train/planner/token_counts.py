@@ -39,7 +39,8 @@ def count_tokens(recipe: Recipe, examples: int | None = None) -> list[TokenCount
     conversations = None
     try:
         tokenizer = recipe.target.load_tokenizer()
-        if tokenizer("a").input_ids:  # of config.json alone it knows no text
+        # where there is a config.json and no tokenizer, transformers makes one without tokens
+        if tokenizer("a").input_ids:
             conversations = run_tokenizer(recipe, tokenizer)
     except CheckpointError:
         pass
@@ -68,8 +69,11 @@ def count_tokens(recipe: Recipe, examples: int | None = None) -> list[TokenCount
 def expected_tokens(
     recipe: Recipe, conversations: ConversationTokenizer, example: Example
 ) -> tuple[int, int]:
-    """Tokens of an example, and those that are supervised. A response still to be written is as
-    long as the one in the data, and one to an earlier turn where the last leaves no room."""
+    """Tokens of an example, and those that are supervised; (0, 0) for one that gives no row.
+
+    A response still to be written is as long as the one in the data, or of full length where that
+    has none. If the last turn leaves no room for one, an earlier turn of the conversation is
+    answered, whose row is taken to be full."""
     longest = recipe.data.max_length
     written = recipe.regenerate.max_new_tokens
     try:
@@ -95,14 +99,18 @@ def expected_tokens(
 
 def _written_anew(masks: Sequence[Any], longest: int, written: int) -> tuple[int, int]:
     """Tokens and supervised tokens of rows of which every response is cut after `written`."""
-    tokens = supervised = 0
+    tokens = 0
+    supervised = 0
     for mask in masks:
-        lengths = [(answer, len(list(part))) for answer, part in groupby(mask.tolist())]
-        length = 0
-        for answer, count in lengths:
-            count = min(count, longest - length, written if answer else count)
+        length = 0  # of the row, as it is written anew
+        for is_response, part in groupby(mask.tolist()):
+            count = len(list(part))
+            if is_response:
+                count = min(count, written)
+            count = min(count, longest - length)
             length += count
-            supervised += count if answer else 0
+            if is_response:
+                supervised += count
         tokens += length
     return tokens, supervised
 

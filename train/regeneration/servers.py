@@ -195,7 +195,8 @@ class ServerWriter:
         self._last_failure = ""
         self._new: list[Ask] = []
         self._tasks: set[asyncio.Task[Written]] = set()
-        self._checked = self._refused = False
+        self._checked = False
+        self._refused = False
         if unread is not None:
             unread.remove_left_over()
 
