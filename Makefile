@@ -24,7 +24,7 @@ ARGS ?=
 LAUNCH := $(BIN)/accelerate launch --quiet --num_processes 1 --num_machines 1 --mixed_precision no \
 	--dynamo_backend no --num_cpu_threads_per_process
 
-.PHONY: docs help venv quickstart test test-fast test-vllm test-real lint format compare bench bench-peers check-gpu clean
+.PHONY: docs help venv quickstart test test-fast test-vllm test-real lint format compare bench bench-peers bench-gpu check-gpu clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -77,6 +77,9 @@ bench: $(VENV)/.installed  ## measure what docs/results.md shows (hours; ARGS=me
 
 bench-peers: $(VENV)/.installed  ## training steps of EAGLE-3 and DFlash beside those of vLLM's speculators (makes .venv-peers first: 2 GB)
 	$(BIN)/python scripts/bench_peers.py --venv $(PEERS_VENV) $(ARGS)
+
+bench-gpu: $(VENV)/.installed  ## a step by phase and decoding beside what the GPU can do (ARGS="--device cpu": tiny)
+	$(BIN)/python scripts/bench_gpu.py $(ARGS)
 
 check-gpu: $(VENV)/.installed  ## the tests that need a GPU (ten minutes; ARGS="--device cpu" elsewhere)
 	$(BIN)/python -m pytest tests/gpu -m gpu $(ARGS)

@@ -1,7 +1,8 @@
 """Measures what the documentation publishes, and writes `docs/results/NAME.json`, which
 docs/results.md shows.
 
-    python scripts/bench.py quickstart methods        # these; without names: all but gpu, hours
+    python scripts/bench.py quickstart methods        # these; without names: all but gpu…, hours
+    python scripts/bench.py gpu --device cpu          # tries it at tiny shapes, and writes nothing
     python scripts/bench.py --list                    # the commands
     python scripts/bench.py methods --record          # the command has run: only write the result
 
@@ -171,6 +172,18 @@ def families(comparison: dict[str, Any]) -> Rows:
 
 
 def gpu(results: dict[str, Any]) -> Rows:
+    """The JSON of bench_gpu.py -> a row per step and way of decoding."""
+    from scripts import bench_gpu, roofline
+
+    rates = roofline.Rates(**results["rates"])
+    steps = [bench_gpu.training_cells(result) for result in results["training"]]
+    decoded = [bench_gpu.decoding_cells(result, rates) for result in results["decoding"]]
+    empty = [""] * (len(bench_gpu.COLUMNS) - len(bench_gpu.DECODING))
+    heads = [f"*{name}*" for name in bench_gpu.DECODING]
+    return [list(bench_gpu.COLUMNS), *steps, heads + empty, *(row + empty for row in decoded)]
+
+
+def gpu_tests(results: dict[str, Any]) -> Rows:
     """The JSON of `make check-gpu` -> a row per measurement."""
     rows = [["test", "measured"]]
     for result in results["results"]:
@@ -407,10 +420,23 @@ BENCHES = {
         families,
     ),
     "gpu": Bench(
-        "One GPU, random weights in the shapes of Qwen3-8B",
-        f'make check-gpu ARGS="--measured {OUT}/gpu.json"',
+        "A training step by phase, in ms and as a share of the device's bound, and decoding, random"
+        " weights in the shapes of Qwen3-8B",
+        f"python scripts/bench_gpu.py --json {OUT}/gpu.json",
         f"{OUT}/gpu.json",
         gpu,
+    ),
+    "gpu_tests": Bench(
+        "One GPU, random weights in the shapes of Qwen3-8B",
+        f'make check-gpu ARGS="--measured {OUT}/gpu_tests.json"',
+        f"{OUT}/gpu_tests.json",
+        gpu_tests,
+    ),
+    "gpu_training": Bench(
+        "A training step beside vLLM's `speculators` on a GPU",
+        f"python scripts/bench_peers.py --device cuda --json {OUT}/gpu_peers.json",
+        f"{OUT}/gpu_peers.json",
+        training,
     ),
     "sources": Bench(
         "The trainer by where its features come from, EAGLE-3, float32",
@@ -455,8 +481,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(BENCHES)}")
     parser.add_argument("--record", action="store_true", help="the commands have run")
     parser.add_argument("--list", action="store_true", help="print the commands")
+    device = {"choices": ("cuda", "cpu"), "default": "cuda"}
+    parser.add_argument("--device", **device, help="of gpu; cpu: tiny shapes, no result")
     chosen = parser.parse_args(arguments)
-    for name in chosen.names or [name for name in BENCHES if name != "gpu"]:
+    for name in chosen.names or [name for name in BENCHES if not name.startswith("gpu")]:
         if name not in BENCHES:
             parser.error(f"{name}: expected {', '.join(BENCHES)}")
         print(f"{name}: {BENCHES[name].command}", flush=True)
@@ -465,8 +493,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if not chosen.record:
             (ROOT / OUT).mkdir(parents=True, exist_ok=True)
             path = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
-            command = ["bash", "-euo", "pipefail", "-c", BENCHES[name].command]
+            tiny = " --device cpu" if name == "gpu" and chosen.device == "cpu" else ""
+            command = ["bash", "-euo", "pipefail", "-c", BENCHES[name].command + tiny]
             subprocess.run(command, cwd=ROOT, env=os.environ | path, check=True)
+            if tiny:
+                continue
         print(f"  {record(name).relative_to(ROOT)}", flush=True)
 
 

@@ -84,7 +84,7 @@ class Setting:
 REDUCED: dict[str, Any] = {"tokens": 2048, "draft_vocab": 8192, "supervised": 0.4}
 # The decay is the library's gamma of 4.
 BLOCKS: dict[str, Any] = {"family": "dflash", "layers": 5, "decay": math.exp(-1 / 4)}
-SETTINGS = {
+ON_CPU = {
     "whole": Setting("head trained"),
     "frozen": Setting("head frozen, as the library has it", head=False),
     "reduced": Setting("8,192 of the vocabulary, 40 % supervised", **REDUCED),
@@ -94,6 +94,21 @@ SETTINGS = {
         "the same over 8,192 of the vocabulary, 40 % supervised", **BLOCKS, **REDUCED
     ),
 }
+
+WIDE: dict[str, Any] = {"hidden": 4096, "vocab": 151_936, "tokens": 2048}
+ON_GPU = {
+    "wide": Setting("the widths of Qwen3-8B", draft_vocab=32_000, **WIDE),
+    "wide-dflash": Setting(
+        "512 blocks of 16 there",
+        head=False,
+        draft_vocab=151_936,
+        depths=15,
+        **BLOCKS,
+        **WIDE,
+        anchors=512,
+    ),
+}
+SETTINGS = ON_CPU | ON_GPU
 
 
 class PeerEnvironment(setup_vllm.Environment):
@@ -315,7 +330,7 @@ def main(
     ] = None,
 ) -> None:
     """Compare the training step with that of vLLM's speculators."""
-    names = setting or list(SETTINGS)
+    names = setting or list(ON_GPU if device == "cuda" else ON_CPU)
     if unknown := [name for name in names if name not in SETTINGS]:
         raise typer.BadParameter(
             f"{', '.join(unknown)}: expected {', '.join(SETTINGS)}", param_hint="--setting"

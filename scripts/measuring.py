@@ -11,6 +11,7 @@ import torch
 from accelerate import Accelerator
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
+from transformers import AutoModelForCausalLM, Qwen3Config
 
 from draftsmith.inference.whole_file import write_whole
 from draftsmith.speculators.registry import family_class
@@ -44,6 +45,14 @@ def _resident(name: str, pid: int | str) -> int:
     """Resident memory of a process in bytes; VmRSS: now, VmHWM: its peak."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next(1024 * int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
+
+
+def random_target(config: Mapping[str, int], device: torch.device | str, dtype: str) -> Any:
+    """A random Qwen3, its weights made on the device."""
+    torch.manual_seed(0)
+    whole = Qwen3Config(**config, tie_word_embeddings=False, eos_token_id=None, pad_token_id=0)
+    with torch.device(device):
+        return AutoModelForCausalLM.from_config(whole, dtype=getattr(torch, dtype)).eval()
 
 
 def make_trainer(

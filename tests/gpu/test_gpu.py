@@ -18,7 +18,6 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
-from transformers import AutoModelForCausalLM, Qwen3Config
 
 from draftsmith.inference import LLM, SamplingParams
 from draftsmith.speculators.export import export_drafter
@@ -46,14 +45,6 @@ SHORT = (  # the quickstart's job, reduced for a CPU
 pytestmark = pytest.mark.gpu
 
 
-def make_target(config: dict[str, int], device: torch.device, dtype: str) -> Any:
-    """A random Qwen3, its weights made on the device."""
-    torch.manual_seed(0)
-    whole = Qwen3Config(**config, tie_word_embeddings=False, eos_token_id=None, pad_token_id=0)
-    with device:
-        return AutoModelForCausalLM.from_config(whole, dtype=getattr(torch, dtype)).eval()
-
-
 def make_trainer(shapes: Any, device: torch.device, folder: Path) -> Any:
     """An EAGLE-3 head and its Trainer over random rows, whose second halves are supervised."""
     precision = "bf16" if shapes.dtype == "bfloat16" else "no"
@@ -64,7 +55,7 @@ def make_trainer(shapes: Any, device: torch.device, folder: Path) -> Any:
         drafter={"unroll_steps": shapes.unroll_steps, "draft_vocab_size": shapes.draft_vocab_size},
         training={"mixed_precision": precision, **training},
     )
-    model = make_target(shapes.config, device, shapes.dtype)
+    model = measuring.random_target(shapes.config, device, shapes.dtype)
     ids = np.random.default_rng(0).integers(0, model.vocab_size, (32, length))
     rows = [TokenRow(row, np.arange(length) >= length // 2) for row in ids]
     accelerator = Accelerator(cpu=device.type == "cpu", mixed_precision=precision)
@@ -122,7 +113,9 @@ def test_compiled_rounds_write_the_tokens_of_eager_decoding(
 ) -> None:
     """In float32, over a few of the target's layers; with drafting and without."""
     layers = min(4, shapes.config["num_hidden_layers"])
-    model = make_target(shapes.config | {"num_hidden_layers": layers}, device, "float32")
+    model = measuring.random_target(
+        shapes.config | {"num_hidden_layers": layers}, device, "float32"
+    )
     vocab = shapes.draft_vocab_size
     config = config_for_target(FrozenTarget(model), "eagle3", draft_vocab_size=vocab)
     target = FrozenTarget(model, config.tap_layers)

@@ -1,0 +1,434 @@
+"""A training step and decoding on one GPU, in the shapes of Qwen3-8B with random weights: time by
+phase, beside what the device could do at best.
+
+    python scripts/bench_gpu.py --json runs/bench/gpu.json
+    python scripts/bench_gpu.py --device cpu          # the same at tiny shapes, in seconds
+
+The bound of a phase is its work by shapes (scripts/roofline.py) over rates that are measured first.
+Phases are those of the trainer's telemetry; of `drafter`, the objective is timed by itself. What
+is left of a step is `waits`: the host between phases. The target keeps as many of its layers as fit
+half of the free memory. What does not fit is named, and the others go on."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import torch
+import typer
+from accelerate import Accelerator
+from rich.console import Console
+from torch.utils.benchmark import Timer
+from transformers import Qwen3Config
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from draftsmith.inference import LLM, SamplingParams
+from draftsmith.speculators.export import export_drafter
+from draftsmith.speculators.precision import free_memory
+from draftsmith.speculators.registry import config_for_target, family_class
+from draftsmith.speculators.target.frozen_target import FrozenTarget
+from draftsmith.train.data.loss_mask import TokenRow
+from draftsmith.train.planner.plan import make_stage
+from draftsmith.train.recipe.recipe import Recipe, make_recipe
+from scripts import roofline
+from scripts.measuring import make_trainer, random_target, save_json, table, with_peak_memory
+
+PHASES = ("target", "head", "objective", "optimizer")
+COLUMNS = ("head", "rows", "s", *PHASES, "waits", "tokens/s", "of bound", "GB", "plan")
+DECODING = ("rounds", "drafting", "ms a token", "bound", "of bound")
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """A target, its heads by family (the drafter's section of a recipe), the rows and tokens of
+    steps, and the prompt and response that are decoded."""
+
+    config: dict[str, int]
+    dtype: str
+    heads: dict[str, dict[str, Any]]
+    steps: tuple[tuple[int, int], ...]
+    prompt: int
+    written: int
+    product: int  # rows and columns of the matrices whose product is timed
+    copied: int  # bytes
+
+
+LARGE = Shapes(  # Qwen3-8B's, and its recipes'
+    dict(
+        hidden_size=4096,
+        intermediate_size=12288,
+        num_hidden_layers=36,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        vocab_size=151936,
+        max_position_embeddings=40960,
+    ),
+    "bfloat16",
+    {
+        "eagle3": {"unroll_steps": 7, "draft_vocab_size": 32000},
+        "dflash": {
+            "num_layers": 5,
+            "block_size": 16,
+            "mask_token_id": 151669,
+            "anchors_per_row": 512,
+        },
+        "draft_model": {"from_target": {"last": 3}},
+        "mtp": {"unroll_steps": 3},
+    },
+    ((1, 2048), (8, 4096), (1, 32768)),
+    prompt=128,
+    written=64,
+    product=8192,
+    copied=2**30,
+)
+TINY = Shapes(
+    dict(
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        vocab_size=512,
+        max_position_embeddings=512,
+    ),
+    "float32",
+    {
+        "eagle3": {"unroll_steps": 3, "draft_vocab_size": 128},
+        "dflash": {"num_layers": 2, "block_size": 4, "mask_token_id": 5, "anchors_per_row": 8},
+        "draft_model": {"from_target": {"last": 1}},
+        "mtp": {"unroll_steps": 2},
+    },
+    ((1, 64), (2, 128)),
+    prompt=16,
+    written=8,
+    product=256,
+    copied=2**22,
+)
+
+
+def measured_rates(shapes: Shapes, device: str) -> roofline.Rates:
+    """Of a product of matrices in the dtype of the target, and of a copy."""
+    dtype = getattr(torch, shapes.dtype)
+    matrix = torch.randn(shapes.product, shapes.product, dtype=dtype, device=device)
+    source = torch.zeros(shapes.copied, dtype=torch.uint8, device=device)
+    copy = torch.empty_like(source)
+    names = {"matrix": matrix, "source": source, "copy": copy}
+    product = Timer("matrix @ matrix", globals=names).blocked_autorange(min_run_time=0.1).median
+    copying = Timer("copy.copy_(source)", globals=names).blocked_autorange(min_run_time=0.1).median
+    return roofline.Rates(2 * shapes.product**3 / product, 2 * shapes.copied / copying)
+
+
+@dataclass
+class Phases:
+    """Seconds by phase of the steps of a trainer, in place of its telemetry's own account."""
+
+    device: str
+    spent: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    events: list[tuple[str, Any, Any]] = field(default_factory=list)
+
+    def watch(self, trainer: Any) -> None:
+        """Times the phases of its steps from now on, and the objective inside of `drafter`."""
+        trainer.telemetry.phase = self.phase
+        objectives = trainer._objectives
+
+        def timed(*arguments: Any) -> Any:
+            with self.phase("objective"):
+                return objectives(*arguments)
+
+        trainer._objectives = timed
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """What runs inside counts."""
+        if self.device == "cpu":
+            began = time.perf_counter()
+            yield
+            self.spent[name] += time.perf_counter() - began
+            return
+        start = torch.cuda.Event(enable_timing=True)
+        end = torch.cuda.Event(enable_timing=True)
+        start.record()
+        yield
+        end.record()
+        self.events.append((name, start, end))
+
+    def read(self, seconds: float) -> dict[str, float]:
+        """Seconds of each of PHASES and of `waits`, of a step that took so many, and begins
+        anew."""
+        for name, start, end in self.events:
+            self.spent[name] += start.elapsed_time(end) / 1000
+        self.events.clear()
+        spent = dict(self.spent)
+        self.spent.clear()
+        spent["head"] = spent.pop("drafter", 0.0) - spent.get("objective", 0.0)
+        by_phase = {name: spent.get(name, 0.0) for name in PHASES}
+        return by_phase | {"waits": max(seconds - sum(by_phase.values()), 0.0)}
+
+
+def recipe_for(family: str, shapes: Shapes, rows: int, length: int, folder: Path) -> Recipe:
+    """A recipe of the family over random rows; `folder` has the target's config."""
+    half = shapes.dtype == "bfloat16"
+    training = {"steps": 1000, "batch_size": rows, "preset": "published"}
+    if shapes is LARGE and family == "dflash":
+        training["activation_checkpointing"] = True  # as its recipe: of all slots they do not fit
+    drafts = min(4, shapes.heads[family].get("block_size", 5) - 1)
+    return make_recipe(
+        {
+            "name": "bench",
+            "family": family,
+            "target": {"model": str(folder)},
+            "data": {"train": [{"path": "random.jsonl"}], "max_length": length},
+            "drafter": shapes.heads[family],
+            "loss": {"forward_kl": 1.0},
+            "evaluation": {"num_speculative_tokens": drafts},
+            "training": {"mixed_precision": "bf16" if half else "no", **training},
+        }
+    )
+
+
+def step_shape(family: str, options: dict[str, Any], rows: int, length: int) -> Any:
+    """The shape of a step of a family with these options of its head."""
+    depths = options.get("unroll_steps", 1)
+    return roofline.StepShape(
+        rows, length, depths, options.get("anchors_per_row", 0), options.get("block_size", 0)
+    )
+
+
+def step_work(family: str, trainer: Any, config: Any, s: Any, itemsize: int) -> dict[str, Any]:
+    """The work of each phase of a step."""
+    module = trainer.module
+    drafts = module.config.draft_vocab_size or config.vocab_size
+    owned = [p for name, p in module.named_parameters() if "lm_head" in name and p.requires_grad]
+    sizes = {"width": module.config.hidden_size, "drafts": drafts}
+    sizes |= {"hidden": config.hidden_size, "vocab": config.vocab_size}
+    terms = roofline.objective_terms(family, s)
+    return {
+        "target": roofline.target_work(config, s.rows, s.length, itemsize),
+        "head": roofline.head_work(family, module, s, itemsize),
+        "objective": roofline.objective_work(
+            terms, min(s.tokens, terms), **sizes, trained=bool(owned)
+        ),
+        "optimizer": roofline.optimizer_work(sum(p.numel() for p in trainer.parameters)),
+    }
+
+
+def random_rows(vocab: int, length: int, count: int = 16) -> list[TokenRow]:
+    """Rows of random tokens, all of which are supervised."""
+    ids = np.random.default_rng(0).integers(0, vocab, (count, length))
+    return [TokenRow(row, np.ones(length, dtype=bool)) for row in ids]
+
+
+def timed_step(trainer: Any, phases: Phases, device: str) -> tuple[float, dict[str, float]]:
+    """Seconds of a step, and those of its phases."""
+    began = time.perf_counter()
+    trainer.step(0.5).read(len(trainer.depth_weights))
+    if device == "cuda":
+        torch.cuda.synchronize()
+    seconds = time.perf_counter() - began
+    return seconds, phases.read(seconds)
+
+
+def training(
+    family: str, model: Any, shapes: Shapes, rows: int, length: int, device: str, repeats: int
+) -> tuple[dict[str, Any], dict[str, roofline.Work]]:
+    """Medians of a step's seconds by phase, its peak memory beside the plan's formula, and its work
+    by shapes."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        model.config.save_pretrained(folder)
+        recipe = recipe_for(family, shapes, rows, length, folder)
+        precision = "bf16" if shapes.dtype == "bfloat16" else "no"
+        accelerator = Accelerator(cpu=device == "cpu", mixed_precision=precision)
+        tokens = random_rows(model.config.vocab_size, length, max(rows, 16))
+        trainer = make_trainer(recipe, model, tokens, accelerator, folder)
+        phases = Phases(device)
+        phases.watch(trainer)
+        timed_step(trainer, phases, device)  # kernels are compiled
+        _, peak = with_peak_memory(lambda: timed_step(trainer, phases, device), device)
+        held = torch.cuda.memory_allocated() if device == "cuda" else 0
+        steps = [timed_step(trainer, phases, device) for _ in range(repeats)]
+        plan = make_stage(recipe, device=torch.device(device))
+    by_phase = {name: median(parts[name] for _, parts in steps) for name in steps[0][1]}
+    work = step_work(
+        family,
+        trainer,
+        model.config,
+        step_shape(family, shapes.heads[family], rows, length),
+        getattr(torch, shapes.dtype).itemsize,
+    )
+    result = {
+        "seconds": median(seconds for seconds, _ in steps),
+        "phases": by_phase,
+        "peak": peak + held,
+        "plan": sum(plan.memory.values()),
+        "tokens": rows * length,
+    }
+    return result, work
+
+
+def decoding(model: Any, shapes: Shapes, device: str, folder: Path) -> list[dict[str, Any]]:
+    """Milliseconds a token of one row, with an EAGLE-3 head and without, eager and compiled, beside
+    the bytes that a round must read."""
+    options = shapes.heads["eagle3"]
+    config = config_for_target(
+        FrozenTarget(model), "eagle3", draft_vocab_size=options["draft_vocab_size"]
+    )
+    target = FrozenTarget(model, config.tap_layers)
+    drafter = family_class("eagle3")(config).attach(target).to(device)
+    drafter.initialise_from(target)
+    export_drafter(drafter, folder / "head", dtype=model.dtype)
+    drafts = 4
+    drafting = {"model": str(folder / "head"), "num_speculative_tokens": drafts}
+    longest = shapes.prompt + shapes.written
+    limits = {"max_num_seqs": 1, "max_model_len": longest + 2 * drafts}
+    prompt = {
+        "prompt_token_ids": [3 + 7 * i % (model.vocab_size - 3) for i in range(shapes.prompt)]
+    }
+    params = SamplingParams(temperature=0, max_tokens=shapes.written, ignore_eos=True)
+    traced = {"mode": 3, "backend": "eager"} if device == "cpu" else None  # no default there
+    results = []
+    for eager in (True, False):
+        how = {"enforce_eager": True} if eager else {"compilation_config": traced}
+        llm = LLM(target, speculative_config=drafting, **how, **limits)
+        llm.warm_up(longest=longest)
+        for speculate in (False, True):
+            seconds = []
+            for _ in range(3):
+                began = time.perf_counter()
+                (output,) = llm.generate(prompt, params, False, speculate=speculate)
+                seconds.append(time.perf_counter() - began)
+            rounds = len(output.metrics.accepted_per_round)
+            head = drafter if speculate else None
+            size = roofline.round_bytes(model, longest, model.dtype.itemsize, head, drafts)
+            results.append(
+                {
+                    "rounds": "eager" if output.metrics.num_compiled_rounds == 0 else "compiled",
+                    "drafting": speculate,
+                    "ms_per_token": 1e3 * median(seconds) / shapes.written,
+                    "bytes_per_token": size * rounds / shapes.written,
+                }
+            )
+        del llm
+        free_memory()
+    return results
+
+
+def fitting_layers(shapes: Shapes, device: str) -> int:
+    """How many of the target's layers are kept: all, or those that fit half of the free memory."""
+    config = Qwen3Config(**shapes.config)
+    layers = config.num_hidden_layers
+    if device == "cpu":
+        return layers
+    itemsize = getattr(torch, shapes.dtype).itemsize
+    layer = roofline.target_work(config, 0, 1, itemsize).bytes / layers
+    tables = 2 * config.vocab_size * config.hidden_size * itemsize
+    room = torch.cuda.mem_get_info()[0] / 2 - tables
+    return max(4, min(layers, int(room / layer)))
+
+
+def training_cells(result: dict[str, Any]) -> list[str]:
+    """A step's row of the table: seconds, the share of the bound that each phase reaches, tokens
+    per second, memory beside the plan's. `result`: with the bound of each phase."""
+    if "fault" in result:
+        return [result["head"], result["rows"], result["fault"], *["–"] * (len(COLUMNS) - 3)]
+    bounds = result["bounds"]
+    phases = result["phases"]
+    shown = [f"{1e3 * phases[p]:.1f} ({bounds[p] / max(phases[p], 1e-9):.0%})" for p in PHASES]
+    main = sum(bounds[p] for p in ("target", "head")) / sum(phases[p] for p in ("target", "head"))
+    return [
+        result["head"],
+        result["rows"],
+        f"{result['seconds']:.3f}",
+        *shown,
+        f"{1e3 * phases['waits']:.1f}",
+        f"{result['tokens'] / result['seconds']:,.0f}",
+        f"{main:.0%}",
+        f"{result['peak'] / 1e9:.1f}",
+        f"{result['plan'] / 1e9:.1f}",
+    ]
+
+
+def decoding_cells(result: dict[str, Any], rates: roofline.Rates) -> list[str]:
+    """A row of the table of decoding."""
+    bound = 1e3 * result["bytes_per_token"] / rates.bandwidth
+    return [
+        result["rounds"],
+        "on" if result["drafting"] else "off",
+        f"{result['ms_per_token']:.2f}",
+        f"{bound:.2f}",
+        f"{bound / result['ms_per_token']:.0%}",
+    ]
+
+
+def without_memory_faults(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Its result, or that memory ran out."""
+    try:
+        return work()
+    except torch.OutOfMemoryError:
+        return {"fault": "out of memory"}
+    finally:
+        gc.collect()
+        free_memory()
+
+
+def main(
+    device: Annotated[Literal["cuda", "cpu"], typer.Option(help="cpu: tiny shapes.")] = "cuda",
+    head: Annotated[list[str] | None, typer.Option(help="Of these families only.")] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed steps.")] = 5,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Also write them there.")] = None,
+) -> None:
+    """Time training steps by phase and decoding on one GPU, beside what it could do at best."""
+    shapes = LARGE if device == "cuda" else TINY
+    layers = fitting_layers(shapes, device)
+    name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
+    rates = measured_rates(shapes, device)
+    machine = f"{name}, torch {torch.__version__}"
+    about = f"{layers} of {shapes.config['num_hidden_layers']} layers of the target"
+    model = random_target(shapes.config | {"num_hidden_layers": layers}, device, shapes.dtype)
+    console = Console(width=140)
+    console.print(
+        f"{machine}: {rates.flops / 1e12:,.2f} TFLOP/s of products in {shapes.dtype},"
+        f" {rates.bandwidth / 1e9:,.0f} GB/s of copies; {about}"
+    )
+    steps = []
+    for family in head or shapes.heads:
+        for rows, length in shapes.steps:
+
+            def one(family: str = family, rows: int = rows, length: int = length) -> dict[str, Any]:
+                result, work = training(family, model, shapes, rows, length, device, repeats)
+                bounds = {phase: part.seconds(rates) for phase, part in work.items()}
+                works = {phase: asdict(part) for phase, part in work.items()}
+                return result | {"bounds": bounds, "work": works}
+
+            result = without_memory_faults(one)
+            steps.append({"head": family, "rows": f"{rows} × {length:,}", **result})
+    shown = table("a training step: ms (share of the bound)", *COLUMNS, left=2)
+    for result in steps:
+        shown.add_row(*training_cells(result))
+    console.print(shown)
+    with tempfile.TemporaryDirectory() as folder:
+        decoded = decoding(model, shapes, device, Path(folder))
+    shown = table("decoding, one row: ms a token", *DECODING, left=2)
+    for result in decoded:
+        shown.add_row(*decoding_cells(result, rates))
+    console.print(shown)
+    if json_file is not None:
+        tree = {"machine": machine, "about": about, "rates": asdict(rates)}
+        save_json(json_file, tree | {"training": steps, "decoding": decoded})
+
+
+if __name__ == "__main__":
+    typer.run(main)
