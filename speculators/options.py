@@ -40,8 +40,8 @@ class DrafterOptions(Section):
     )
 
     @classmethod
-    def all_depths(cls, given: dict[str, Any]) -> Any:
-        """The depths trained where a recipe that says `given` names none; None: the default."""
+    def all_depths(cls, section: dict[str, Any]) -> Any:
+        """The depths trained where a recipe with this `section` names none; None: the default."""
         return None
 
     @model_validator(mode="before")

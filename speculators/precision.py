@@ -61,11 +61,11 @@ def multiplies_bfloat16(device: torch.device | str) -> bool:
 
 
 def running_dtype(
-    asked: torch.dtype | str, own: torch.dtype | str | None, device: torch.device | str
+    asked: torch.dtype | str, stored: torch.dtype | str | None, device: torch.device | str
 ) -> torch.dtype:
-    """The dtype that a checkpoint in `own` (None: float32) is loaded in: `asked`, or for "auto"
-    `own`, with float32 in place of bfloat16 on a device without native bfloat16."""
-    dtype = as_dtype((own or torch.float32) if asked == "auto" else asked)
+    """The dtype that a checkpoint in `stored` (None: float32) is loaded in: `asked`, or for "auto"
+    `stored`, with float32 in place of bfloat16 on a device without native bfloat16."""
+    dtype = as_dtype((stored or torch.float32) if asked == "auto" else asked)
     widened = asked == "auto" and dtype == torch.bfloat16 and not multiplies_bfloat16(device)
     return torch.float32 if widened else dtype
 

@@ -56,8 +56,8 @@ def convert(
     config = read_drafter_config(folder, num_target_layers)
     drafter = family_class(config.family)(config)
     load_weights(drafter, folder)
-    own = read_fields(folder).get("draftsmith") or {}
-    origin = {name: own[name] for name in ORIGIN if name in own} | (provenance or {})
+    section = read_fields(folder).get("draftsmith") or {}
+    origin = {name: section[name] for name in ORIGIN if name in section} | (provenance or {})
     exported = as_dtype(config.dtype if dtype == "auto" else dtype)
     files = [path for path in sorted(folder.iterdir()) if path.is_file()]
     kept = [path for path in files if not any(map(path.match, NOT_COPIED))]

@@ -95,17 +95,17 @@ def formats_of(family: str) -> list[str]:
 
 def format_of(fields: Mapping[str, Any]) -> str:
     """The format of a folder's config.json."""
-    own = fields.get("draftsmith") or {}
+    section = fields.get("draftsmith") or {}
     if "speculators_config" in fields or "speculators_model_type" in fields:
         return "speculators"
-    return own.get("format", NATIVE)
+    return section.get("format", NATIVE)
 
 
 def layout_of(fields: Mapping[str, Any], names: set[str], where: str) -> Format:
     """The layout that config.json names, or the first that recognises the folder."""
-    own = fields.get("draftsmith") or {}
-    family = own.get("family")
-    format_ = own.get("format", NATIVE)
+    section = fields.get("draftsmith") or {}
+    family = section.get("family")
+    format_ = section.get("format", NATIVE)
     layout = LAYOUTS.get((format_, family or ""))
     if family is None:
         unnamed = (row for row in _TABLE if row.names not in NAMED_ONLY)

@@ -51,7 +51,7 @@ class Inspection:
         return all(fault.warning for fault in self.faults)
 
     @property
-    def own(self) -> Mapping[str, Any]:
+    def section(self) -> Mapping[str, Any]:
         """The section `draftsmith` of config.json."""
         return self.fields.get("draftsmith") or {}
 
@@ -59,7 +59,9 @@ class Inspection:
     def target_name(self) -> str | None:
         """The target that config.json names, here or in the speculators format."""
         verifier = (self.fields.get("speculators_config") or {}).get("verifier") or {}
-        return (self.own.get("target") or {}).get("name_or_path") or verifier.get("name_or_path")
+        return (self.section.get("target") or {}).get("name_or_path") or verifier.get(
+            "name_or_path"
+        )
 
     def add(self, where: str, text: str, engines: str = "", *, warning: bool = False) -> None:
         """A fault more; `engines`: what they make of it."""
@@ -199,7 +201,7 @@ def _check_d2t(result: Inspection, d2t: Tensor, vocabulary: int) -> None:
 
 def _check_drafts(result: Inspection, config: DrafterConfig, tokenizer: Any) -> None:
     methods = (result.fields.get("speculators_config") or {}).get("proposal_methods") or [{}]
-    drafts = methods[0].get("speculative_tokens") or result.own.get("num_speculative_tokens")
+    drafts = methods[0].get("speculative_tokens") or result.section.get("num_speculative_tokens")
     if drafts and config.max_drafts is not None and drafts > config.max_drafts:
         text = f"{drafts} drafts per round; {config.max_drafts} were trained"
         result.add("num_speculative_tokens", text, "those behind are hardly ever accepted")
@@ -237,7 +239,7 @@ def _differences(result: Inspection, config: DrafterConfig, target: Any) -> Iter
         yield Fault("target", text, warning=True)
     if config.family == "draft_model":
         return
-    made_for = result.own.get("num_target_layers", result.fields.get("num_target_layers"))
+    made_for = result.section.get("num_target_layers", result.fields.get("num_target_layers"))
     for where, value, expected, engines in (
         ("target_hidden_size", config.target_hidden_size, target.hidden_size, "vLLM crashes"),
         ("vocab_size", config.vocab_size, target.vocab_size, "vLLM crashes"),

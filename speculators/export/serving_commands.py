@@ -48,49 +48,57 @@ def serving(
     known. `tokens`: drafts per round. `vllm_version`: such as 0.33.0; None: the newest vLLM that
     serves it."""
     target = target or "TARGET"
-    own: dict[str, Any] = {"method": method}
+    speculative_config: dict[str, Any] = {"method": method}
     if config is None:
         tokens = tokens or training_free.num_speculative_tokens or NUM_SPECULATIVE_TOKENS
-        own |= {"num_speculative_tokens": tokens}
-        engines = _without_drafter(training_free, target, own)
+        speculative_config |= {"num_speculative_tokens": tokens}
+        engines = _without_drafter(training_free, target, speculative_config)
     else:
         tokens = tokens or config.usual_drafts or NUM_SPECULATIVE_TOKENS
         tokens = min(tokens, config.max_drafts or tokens)
-        own |= {"model": folder or "DRAFTER", "num_speculative_tokens": tokens}
+        speculative_config |= {"model": folder or "DRAFTER", "num_speculative_tokens": tokens}
         if getattr(config, "other_tokenizer", False):
-            own |= {"use_heterogeneous_vocab": True}
-        engines = [_vllm(own, target, config, format, vllm_version)]
-        engines.append(_sglang(own, target, config, format))
-    given = f"--model {shlex.quote(target)} --speculative-config {shlex.quote(json.dumps(own))}"
-    return [*engines, ServingCommand("Draftsmith", f"draftsmith generate PROMPT {given}", own)]
+            speculative_config |= {"use_heterogeneous_vocab": True}
+        engines = [_vllm(speculative_config, target, config, format, vllm_version)]
+        engines.append(_sglang(speculative_config, target, config, format))
+    quoted = shlex.quote(json.dumps(speculative_config))
+    arguments = f"--model {shlex.quote(target)} --speculative-config {quoted}"
+    command = f"draftsmith generate PROMPT {arguments}"
+    return [*engines, ServingCommand("Draftsmith", command, speculative_config)]
 
 
-def _without_drafter(options: Any, target: str, own: Options) -> list[ServingCommand]:
-    method = own["method"]
+def _without_drafter(
+    options: Any, target: str, speculative_config: Options
+) -> list[ServingCommand]:
+    method = speculative_config["method"]
     vllm = ServingCommand("vLLM", note=options.vllm_note or f"vLLM has no {method} decoding")
     if options.vllm is not None:
-        theirs = {**own, **options.vllm}
+        theirs = {**speculative_config, **options.vllm}
         vllm = ServingCommand("vLLM", vllm_command(target, theirs), theirs, options.vllm_note)
     if options.sglang_algorithm is None:
         return [vllm, ServingCommand("SGLang", note=f"SGLang has no {method} decoding")]
     flags = {
         "speculative-algorithm": options.sglang_algorithm,
-        "speculative-num-draft-tokens": own["num_speculative_tokens"] + 1,
+        "speculative-num-draft-tokens": speculative_config["num_speculative_tokens"] + 1,
     }
     return [vllm, _sglang_command(target, flags, options.sglang_note)]
 
 
 def _vllm(
-    own: Options, target: str, config: DrafterConfig, format_: str, version: str | None
+    speculative_config: Options,
+    target: str,
+    config: DrafterConfig,
+    format_: str,
+    version: str | None,
 ) -> ServingCommand:
-    folder = own["model"]
+    folder = speculative_config["model"]
     written_as = layout_for(format_, config.family)
     layout = written_as.layout
     if why := written_as.no_vllm(config) or layout.dropped(version):
         if format_ in ("sglang", "transformers"):
             why = f"this folder is in the format {format_}: {why}; {_again(folder, NATIVE)}"
         return ServingCommand("vLLM", note=why)
-    options = {**own, **vllm_method(config.family)}
+    options = {**speculative_config, **vllm_method(config.family)}
     if format_ == "speculators":
         note = "config.json names the target; with other options: --speculative-config"
         return ServingCommand("vLLM", f"vllm serve {shlex.quote(folder)}", options, note)
@@ -98,7 +106,9 @@ def _vllm(
     return ServingCommand("vLLM", command, options, layout.vllm_note)
 
 
-def _sglang(own: Options, target: str, config: DrafterConfig, format_: str) -> ServingCommand:
+def _sglang(
+    speculative_config: Options, target: str, config: DrafterConfig, format_: str
+) -> ServingCommand:
     algorithm = LAYOUTS[NATIVE, config.family].layout.sglang_algorithm
     if algorithm is None:
         return ServingCommand("SGLang", note=f"SGLang has no {config.family} decoding")
@@ -109,13 +119,13 @@ def _sglang(own: Options, target: str, config: DrafterConfig, format_: str) -> S
         return ServingCommand("SGLang", note=str(error).removeprefix("export format sglang: "))
     if why := layout_for(format_, config.family).no_sglang(config):
         if theirs.no_sglang(config) != why:
-            why += f": {_again(own['model'], 'sglang')}"
+            why += f": {_again(speculative_config['model'], 'sglang')}"
         return ServingCommand("SGLang", note=why)
-    tokens = own["num_speculative_tokens"]
+    tokens = speculative_config["num_speculative_tokens"]
     chain = {"speculative-num-steps": tokens, "speculative-eagle-topk": 1}
     flags = {
         "speculative-algorithm": algorithm,
-        "speculative-draft-model-path": own["model"],
+        "speculative-draft-model-path": speculative_config["model"],
         **(chain if theirs.layout.sglang_chain else {}),
         "speculative-num-draft-tokens": tokens + 1,
     }
@@ -123,8 +133,8 @@ def _sglang(own: Options, target: str, config: DrafterConfig, format_: str) -> S
 
 
 def _sglang_command(target: str, flags: Options, note: str = "") -> ServingCommand:
-    given = " ".join(f"--{name} {shlex.quote(str(value))}" for name, value in flags.items())
-    command = f"python -m sglang.launch_server --model-path {shlex.quote(target)} {given}"
+    arguments = " ".join(f"--{name} {shlex.quote(str(value))}" for name, value in flags.items())
+    command = f"python -m sglang.launch_server --model-path {shlex.quote(target)} {arguments}"
     return ServingCommand("SGLang", command, flags, note)
 
 
@@ -140,8 +150,10 @@ def vllm_method(method: str) -> dict[str, Any]:
 
 def vllm_command(target: str, options: Options) -> str:
     """`options`: of this runtime or of vLLM."""
-    given = json.dumps({**options, **vllm_method(options["method"])})
-    return f"vllm serve {shlex.quote(target)} --speculative-config {shlex.quote(given)}"
+    speculative_config = json.dumps({**options, **vllm_method(options["method"])})
+    return (
+        f"vllm serve {shlex.quote(target)} --speculative-config {shlex.quote(speculative_config)}"
+    )
 
 
 def draftsmith_snippet(target: str, options: Options) -> str:

@@ -142,8 +142,8 @@ class DFlashOptions(DecoderOptions, TapOptions):
 
     @override
     @classmethod
-    def all_depths(cls, given: dict[str, Any]) -> Any:
-        fields = {name: field.default for name, field in cls.model_fields.items()} | given
+    def all_depths(cls, section: dict[str, Any]) -> Any:
+        fields = {name: field.default for name, field in cls.model_fields.items()} | section
         size = fields["block_size"]
         anchored = fields.get("sample_from_anchor", False)
         return max(size - (not anchored), 1) if isinstance(size, int) else None
@@ -310,8 +310,8 @@ class DFlash(Drafter):
         """Embeddings of blocks [B, A·slots, H] -> their normed states [B, A, slots, H]."""
         state = embeds.to(self.fc.weight.dtype)
         for layer, attend in zip(self.layers, attends, strict=True):
-            given = (layer, state, rotary, attend, slots)
-            state = kept_or_recomputed(self.traits.recomputes, self.run_layer, *given)
+            inputs = (layer, state, rotary, attend, slots)
+            state = kept_or_recomputed(self.traits.recomputes, self.run_layer, *inputs)
         return self.norm(state).unflatten(1, (-1, slots))
 
     def block_ids(self, anchor_ids: Tensor, slots: int) -> Tensor:

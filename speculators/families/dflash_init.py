@@ -98,11 +98,11 @@ class _Slots:
         attention = layer.self_attn
         x = layer.input_layernorm(self.state)
         key = attention.project(self.batch.context, self.batch.context_rotary)[1]
-        query, own, _ = attention.project(x, self.batch.rotary)
+        query, block_key, _ = attention.project(x, self.batch.rotary)
         every = (-1, attention.kv_heads, -1, -1)
         values = [value[:, None].expand(every) for value in (x, self.batch.context)]
         seen = attend(
-            query, (key, values[1]), [(own, values[0])], self.batch.blocks, attention.scale
+            query, (key, values[1]), [(block_key, values[0])], self.batch.blocks, attention.scale
         )
         return seen.transpose(1, 2)[self.chosen].float()
 

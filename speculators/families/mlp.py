@@ -82,8 +82,8 @@ class MLPOptions(DrafterOptions):
 
     @override
     @classmethod
-    def all_depths(cls, given: dict[str, Any]) -> Any:
-        return given.get("n_predict")
+    def all_depths(cls, section: dict[str, Any]) -> Any:
+        return section.get("n_predict")
 
     @model_validator(mode="after")
     def _heads_there_are(self) -> Self:

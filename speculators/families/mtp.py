@@ -86,9 +86,9 @@ class MtpConfig(DecoderConfig):
     @classmethod
     def for_target(cls, target: TargetShape, family: str) -> dict[str, Any]:
         c = target.config
-        own = c.model_type in BORROWED
+        borrowed = c.model_type in BORROWED
         turned = (getattr(c, "rope_parameters", None) or {}).get("partial_rotary_factor") or 1
-        if turned != 1 and not own:
+        if turned != 1 and not borrowed:
             raise ConfigError(
                 f"target {target.name_or_path!r} rotates {turned:g} of each"
                 " head, as vLLM would an added module; use another family, such as eagle3",
@@ -96,8 +96,8 @@ class MtpConfig(DecoderConfig):
             )
         fields = cls.completed(super().for_target(target, family))
         return fields | dict(
-            layout=c.model_type if own else "mimo",
-            target_fields=layer_fields(c) if own else None,
+            layout=c.model_type if borrowed else "mimo",
+            target_fields=layer_fields(c) if borrowed else None,
             # as vLLM divides, whatever the target's own head is
             head_dim=target.hidden_size // fields["num_attention_heads"],
         )

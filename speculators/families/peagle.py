@@ -55,8 +55,8 @@ class PEagleOptions(Eagle3Options):
 
     @override
     @classmethod
-    def all_depths(cls, given: dict[str, Any]) -> Any:
-        return given.get("num_depths")
+    def all_depths(cls, section: dict[str, Any]) -> Any:
+        return section.get("num_depths")
 
 
 class PEagle(Eagle3):

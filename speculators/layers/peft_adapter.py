@@ -37,13 +37,15 @@ class Adapter:
         """Copies of the model's own tensors under their own names, with the adapter added."""
         self.peft.merge_adapter()
         try:
-            own = {
+            plain = {
                 name.replace(".base_layer.", "."): tensor
                 for name, tensor in self.peft.get_base_model().state_dict().items()
                 if self.peft.base_model.prefix not in name  # of peft's tensors
             }
-            copies = {x.data_ptr(): x.detach().clone() for x in own.values()}  # tied ones stay tied
-            return {name: copies[tensor.data_ptr()] for name, tensor in own.items()}
+            copies = {
+                x.data_ptr(): x.detach().clone() for x in plain.values()
+            }  # tied ones stay tied
+            return {name: copies[tensor.data_ptr()] for name, tensor in plain.items()}
         finally:
             self.peft.unmerge_adapter()
 

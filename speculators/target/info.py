@@ -89,8 +89,10 @@ def sketch_target(
             f"transformers cannot build it: {error}", where=f"target {model}"
         ) from error
     head = module.get_output_embeddings()
-    own = as_dtype(getattr(whole, "dtype", None) or getattr(config, "dtype", None) or torch.float32)
-    running = running_dtype(dtype, own, device or own_device())
+    stored = as_dtype(
+        getattr(whole, "dtype", None) or getattr(config, "dtype", None) or torch.float32
+    )
+    running = running_dtype(dtype, stored, device or own_device())
     return TargetSketch(
         name_or_path=model,
         config=config,
@@ -98,7 +100,7 @@ def sketch_target(
         vocab_size=head.weight.shape[0] if head is not None else config.vocab_size,
         num_layers=config.num_hidden_layers,
         dtype=running,
-        checkpoint_dtype=own if dtype == "auto" else running,
+        checkpoint_dtype=stored if dtype == "auto" else running,
         num_parameters=sum(p.numel() for p in module.parameters()),
         model=module,
     )

@@ -69,13 +69,13 @@ class Parts:
 
     def decode(self, input_ids: Tensor, cache: Any = None, position_ids: Any = None, mask=None):
         """The decoder's output; by default that of its plain forward over texts."""
-        given: dict = {"input_ids": input_ids, "use_cache": cache is not None}
+        arguments: dict = {"input_ids": input_ids, "use_cache": cache is not None}
         if cache is not None:
-            given[self.cache_name] = cache
+            arguments[self.cache_name] = cache
         if self.has_positions:
-            given |= {"position_ids": position_ids} if position_ids is not None else {}
-            given |= {"attention_mask": mask} if mask is not None else {}
-        return self.decoder(**given)
+            arguments |= {"position_ids": position_ids} if position_ids is not None else {}
+            arguments |= {"attention_mask": mask} if mask is not None else {}
+        return self.decoder(**arguments)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -286,9 +286,9 @@ def confirm_masks(parts: Parts) -> bool:
     }
     reason = "layers of several kinds got others"
     for by_kind in (True, False) if len(attending) == 1 else (True,):
-        given = masks_by_kind(**ready) if by_kind else ready[min(attending)]
+        mask_argument = masks_by_kind(**ready) if by_kind else ready[min(attending)]
         try:
-            seen = list(zip(parts.kinds, _masks_seen(parts, given, length)))
+            seen = list(zip(parts.kinds, _masks_seen(parts, mask_argument, length)))
         except _PROBE_ERRORS as error:
             reason = f"{type(error).__name__}: {error}"
             continue
@@ -397,7 +397,7 @@ def confirm_logits(parts: Parts) -> tuple[Callable[[Tensor], Tensor], int]:
     ids = _probe_ids(parts, 5)
     run = lambda: parts.model(input_ids=ids, use_cache=False).logits
     try:
-        own = _try(parts, "its own forward", run)  # [1, 5, V]
+        expected = _try(parts, "its own forward", run)  # [1, 5, V]
     finally:
         hook.remove()
     if not hidden:
@@ -408,14 +408,16 @@ def confirm_logits(parts: Parts) -> tuple[Callable[[Tensor], Tensor], int]:
     if not same or _error(last_hidden, hidden[0]).median() > allowed:
         raise parts.refusal("its states are changed between its decoder and its output head")
     raw = parts.lm_head(hidden[0])
-    candidates = [(_error(t(raw), own).max().item(), t) for t in _logit_transforms(parts.config)]
+    candidates = [
+        (_error(t(raw), expected).max().item(), t) for t in _logit_transforms(parts.config)
+    ]
     error, transform = min(candidates, key=lambda pair: pair[0])  # the first of equally good ones
     if not error <= allowed / 10:
         raise parts.refusal(
             "its logits are not its output head followed by a known scale or soft cap"
             f" ({', '.join((*_LOGIT_SCALES, *_SOFT_CAPS))})"
         )
-    return transform, own.shape[-1]
+    return transform, expected.shape[-1]
 
 
 def confirm_causal(parts: Parts) -> None:

@@ -42,22 +42,25 @@ class RecurrentLayers:
         """Inside, mixers write inputs to `calls`. shape: [b, T]; fresh: no text goes on."""
         before = [mixer.__dict__.get("forward") for mixer in self.mixers]
         for mixer in self.mixers:
-            own = mixer.forward
+            plain_forward = mixer.forward
 
             def forward(
-                *args: Any, mixer: nn.Module = mixer, own: Callable = own, **kwargs: Any
+                *args: Any,
+                mixer: nn.Module = mixer,
+                plain_forward: Callable = plain_forward,
+                **kwargs: Any,
             ) -> Any:
                 calls.append((mixer, args, kwargs))
-                return self.mix(own, args, kwargs, shape, fresh)
+                return self.mix(plain_forward, args, kwargs, shape, fresh)
 
             mixer.forward = forward  # type: ignore[method-assign]
         try:
             yield
         finally:
-            for mixer, own in zip(self.mixers, before):
+            for mixer, plain_forward in zip(self.mixers, before):
                 del mixer.forward
-                if own is not None:
-                    mixer.forward = own  # type: ignore[method-assign]
+                if plain_forward is not None:
+                    mixer.forward = plain_forward  # type: ignore[method-assign]
 
     def mix(
         self, forward: Callable, args: tuple, kwargs: dict, shape: tuple[int, int], fresh: bool
@@ -166,8 +169,12 @@ class RecurrentStates:
     def _again(self, forward: _Forward, rows: Tensor, count: int) -> list:
         """The layers of a cache after the first `count` tokens of these rows."""
         layers = self._load(rows, forward.fresh)
-        own = {"rows": rows - forward.start, "slots": slice(0, count), "cache": StateCache(layers)}
-        cut = partial(_cut, shape=(forward.stop - forward.start, forward.T), **own)
+        cut_to = {
+            "rows": rows - forward.start,
+            "slots": slice(0, count),
+            "cache": StateCache(layers),
+        }
+        cut = partial(_cut, shape=(forward.stop - forward.start, forward.T), **cut_to)
         for mixer, args, kwargs in forward.calls:
             inputs = tuple(map(cut, args)), {name: cut(value) for name, value in kwargs.items()}
             self.of.mix(mixer, *inputs, (len(rows), count), forward.fresh)

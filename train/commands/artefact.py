@@ -232,14 +232,14 @@ def _facts(result: Inspection) -> dict[str, Any]:
         "format": format_of(result.fields) if result.layout else None,
         "architectures": list(result.fields.get("architectures") or ()),
         "target": result.target_name,
-        "chat_template": result.own.get("chat_template_sha256"),
-        "chat_template_kwargs": result.own.get("chat_template_kwargs"),
+        "chat_template": result.section.get("chat_template_sha256"),
+        "chat_template_kwargs": result.section.get("chat_template_kwargs"),
     }
     if config is not None:
         facts |= {
             "head": config.describe(),
             "target_hidden_size": config.target_hidden_size,
-            "target_layers": result.own.get("num_target_layers"),
+            "target_layers": result.section.get("num_target_layers"),
             "taps": list(config.tap_layers),
             "vocabulary": config.vocab_size,
             "draft_vocabulary": config.draft_vocab_size,

@@ -30,11 +30,11 @@ class PositionWeights:
     value: float
 
     @classmethod
-    def parse(cls, given: Mapping[str, float | bool]) -> PositionWeights:
+    def parse(cls, section: Mapping[str, float | bool]) -> PositionWeights:
         """ConfigError names the key for an unknown kind or a value out of its range."""
-        if len(given) != 1 or not given.keys() <= KINDS.keys():
+        if len(section) != 1 or not section.keys() <= KINDS.keys():
             raise ConfigError(f"expected one of {', '.join(KINDS)}", where="position_weights")
-        ((kind, value),) = given.items()
+        ((kind, value),) = section.items()
         fits = {
             "step_decay": 0 < value <= 1,
             "gamma": 0 < value < math.inf,

@@ -50,7 +50,7 @@ class FolderContents:
     layers: int | None = None  # of the target, where it is known
 
     @property
-    def own(self) -> Fields:
+    def section(self) -> Fields:
         """The section `draftsmith`."""
         return self.fields.get("draftsmith") or {}
 
@@ -62,7 +62,7 @@ class FolderContents:
     @property
     def owns_embeddings(self) -> bool:
         """True if the head has its own embedding, by `draftsmith` or by the tensors."""
-        return bool(self.own.get("own_embeddings")) or "embed_tokens.weight" in self.names
+        return bool(self.section.get("own_embeddings")) or "embed_tokens.weight" in self.names
 
     def require(self, *names: str) -> None:
         """CheckpointError unless config.json has all these fields."""
@@ -71,7 +71,7 @@ class FolderContents:
 
     def target_layers(self) -> int:
         """The number of the target's layers, from `draftsmith` or from the target at hand."""
-        layers = self.own.get("num_target_layers", self.layers)
+        layers = self.section.get("num_target_layers", self.layers)
         if layers is None:
             raise CheckpointError(
                 "the number of target layers is missing; pass the target's", where=self.where
@@ -82,9 +82,9 @@ class FolderContents:
         """The config fields that all heads of decoder layers have. CheckpointError for missing
         fields of config.json, or for an architecture that is not among `architectures`."""
         fields = self.fields
-        if architectures and (given := architecture_of(fields)) not in architectures:
+        if architectures and (architecture := architecture_of(fields)) not in architectures:
             raise CheckpointError(
-                f"architectures is {given!r}; expected one of {', '.join(architectures)}",
+                f"architectures is {architecture!r}; expected one of {', '.join(architectures)}",
                 where=self.where,
             )
         self.require("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")
@@ -184,8 +184,8 @@ class Layout:
         for file in folder.glob("*.safetensors"):
             with safe_open(file, "pt") as reader:
                 # (not a dict)
-                own = [name for name in reader.keys() if self.belongs(name, config)]  # noqa: SIM118
-                tensors |= {name: reader.get_tensor(name) for name in own}
+                names = [name for name in reader.keys() if self.belongs(name, config)]  # noqa: SIM118
+                tensors |= {name: reader.get_tensor(name) for name in names}
         return tensors
 
     def faults(self, tensors: Mapping[str, Tensor], config: DrafterConfig) -> list[Fault]:
@@ -368,8 +368,11 @@ def refuse(faults: Sequence[Fault], folder: str | Path) -> None:
 
 def own_fields(config: DrafterConfig) -> dict[str, Any]:
     """The section `draftsmith`: the family, and fields that reveal a lost tensor on reading."""
-    own: dict[str, Any] = {"family": config.family, "num_target_layers": config.num_target_layers}
-    return {"draftsmith": own | ({"own_embeddings": True} if config.own_embeddings else {})}
+    section: dict[str, Any] = {
+        "family": config.family,
+        "num_target_layers": config.num_target_layers,
+    }
+    return {"draftsmith": section | ({"own_embeddings": True} if config.own_embeddings else {})}
 
 
 def architecture_of(fields: Mapping[str, Any]) -> str:

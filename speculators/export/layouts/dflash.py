@@ -159,7 +159,7 @@ class DFlashLayout(Layout):
         section = {**fields, **(fields.get(SECTION) or {})}
         layers = fields.get("num_target_layers") or contents.layers
         replace(contents, fields=section).require("mask_token_id", "target_layer_ids")
-        given = [name for name in (*self.own_fields, ANCHOR) if section.get(name) is not None]
+        named = [name for name in (*self.own_fields, ANCHOR) if section.get(name) is not None]
         return build_config(
             where,
             self.family,
@@ -169,7 +169,7 @@ class DFlashLayout(Layout):
             mask_token_id=section["mask_token_id"],
             sliding_window=_window(fields, where),
             is_causal=is_causal(fields),
-            **{name: section[name] for name in given},
+            **{name: section[name] for name in named},
         )
 
 
@@ -221,9 +221,12 @@ class DFlash2Layout(DFlashLayout):
 
 def is_causal(fields: Mapping[str, Any]) -> bool:
     """As vLLM has it: `is_causal`, `dflash_config.causal`, or what the layers' windows imply."""
-    said = fields.get("is_causal")
-    said = (fields.get(SECTION) or {}).get("causal") if said is None else said
-    return base.SLIDING in (fields.get("layer_types") or []) if said is None else bool(said)
+    causal = fields.get("is_causal")
+    if causal is None:
+        causal = (fields.get(SECTION) or {}).get("causal")
+    if causal is None:
+        return base.SLIDING in (fields.get("layer_types") or [])
+    return bool(causal)
 
 
 def _window(fields: Mapping[str, Any], where: str) -> int | None:

@@ -63,10 +63,10 @@ class DraftModelLayout(Layout):
 
     @override
     def to_config(self, config: Any) -> dict[str, Any]:
-        own = base.own_fields(config)
-        own["draftsmith"] |= {"other_tokenizer": True} if config.other_tokenizer else {}
+        section = base.own_fields(config)
+        section["draftsmith"] |= {"other_tokenizer": True} if config.other_tokenizer else {}
         architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model["model_type"]]
-        return {**config.model, "architectures": [architecture], "dtype": config.dtype, **own}
+        return {**config.model, "architectures": [architecture], "dtype": config.dtype, **section}
 
     @override
     def from_config(self, contents: FolderContents) -> DrafterConfig:
@@ -78,8 +78,8 @@ class DraftModelLayout(Layout):
             contents.where,
             self.family,
             # it reads none of them
-            num_target_layers=contents.own.get("num_target_layers", contents.layers) or 1,
-            other_tokenizer=bool(contents.own.get("other_tokenizer")),
+            num_target_layers=contents.section.get("num_target_layers", contents.layers) or 1,
+            other_tokenizer=bool(contents.section.get("other_tokenizer")),
             dtype=contents.dtype,
             **sizes_of(model),
         )

@@ -49,8 +49,8 @@ class EagleLayout(Layout):
 
     @override
     def to_config(self, config: Any) -> dict[str, Any]:
-        own = base.own_fields(config)
-        own["draftsmith"] |= {field: getattr(config, field) for field in BY_NAME}
+        section = base.own_fields(config)
+        section["draftsmith"] |= {field: getattr(config, field) for field in BY_NAME}
         return {
             "architectures": ["EagleLlamaForCausalLM"],
             "model_type": "llama",
@@ -64,12 +64,12 @@ class EagleLayout(Layout):
             **({} if config.fc_bias else {"bias": False}),
             "tie_word_embeddings": False,
             "dtype": config.dtype,
-            **own,
+            **section,
         }
 
     @override
     def from_config(self, contents: FolderContents) -> DrafterConfig:
         named = {field: tensor in contents.names for field, tensor in BY_NAME.items()}
-        own = {field: contents.own.get(field, by_name) for field, by_name in named.items()}
+        switches = {field: contents.section.get(field, by_name) for field, by_name in named.items()}
         head = contents.head_fields(self.architectures)
-        return build_config(contents.where, "eagle", **head, **own)
+        return build_config(contents.where, "eagle", **head, **switches)

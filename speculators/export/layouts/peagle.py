@@ -24,13 +24,13 @@ class PEagleLayout(Eagle3Layout):
 
     @override
     def recognises(self, fields: Fields, names: set[str]) -> bool:
-        own = MASK in bare_names(names) or any(name in fields for name in TOKENS)
-        return own and super().recognises(fields, names)
+        masks = MASK in bare_names(names) or any(name in fields for name in TOKENS)
+        return masks and super().recognises(fields, names)
 
     @override
     def to_config(self, config: Any) -> dict[str, Any]:
-        own = {"mask_token_id": config.mask_token_id, "num_depths": config.num_depths}
-        return super().to_config(config) | own
+        depths = {"mask_token_id": config.mask_token_id, "num_depths": config.num_depths}
+        return super().to_config(config) | depths
 
     @override
     def more_fields(self, fields: Fields) -> dict[str, Any]:

@@ -86,8 +86,8 @@ class SpeculatorsFormat(Format):
 
     def to_engine(self, fields: dict[str, Any]) -> dict[str, Any]:
         """See `Format.to_engine`. ConfigError if the drafter knows no target."""
-        own = fields["draftsmith"]
-        target = own.get("target") or {}
+        section = fields["draftsmith"]
+        target = section.get("target") or {}
         if not target.get("name_or_path"):
             raise ConfigError(
                 "config.json names the target, and this drafter knows"
@@ -96,7 +96,7 @@ class SpeculatorsFormat(Format):
             )
         flat = self.to_flat(fields)
         outer = {name: flat[name] for name in (*self.top, "dtype", "tie_word_embeddings")}
-        tokens = own.get("num_speculative_tokens") or self.default_drafts(flat)
+        tokens = section.get("num_speculative_tokens") or self.default_drafts(flat)
         method = {"proposal_type": "greedy", "speculative_tokens": tokens, "verifier_accept_k": 1}
         beside = (*outer, "architectures", "draftsmith")
         return {
@@ -111,7 +111,7 @@ class SpeculatorsFormat(Format):
                 "proposal_methods": [method | {"accept_tolerance": 0.0}],
                 "verifier": {"architectures": [], **target},
             },
-            "draftsmith": own,
+            "draftsmith": section,
         }
 
     def from_engine(self, fields: Fields, where: str) -> Fields:

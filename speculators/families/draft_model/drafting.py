@@ -114,9 +114,9 @@ class TokenDrafter(Drafter):
         """counts [b] target tokens, behind `before` [b] own ones -> own ids [b, M'], counts."""
         if self.token_map is None:
             return self._known(token_ids), counts
-        given = on_device(list(counts), token_ids.device)
+        numbers = on_device(list(counts), token_ids.device)
         empty = on_device([n == 0 for n in before], token_ids.device, torch.bool)
-        ids, lengths = self.token_map.spell_rows(token_ids, given, empty)
+        ids, lengths = self.token_map.spell_rows(token_ids, numbers, empty)
         return ids, lengths.tolist()
 
     def _extend(self, cache, start: int, stop: int, token_ids: Tensor) -> Tensor:

@@ -94,9 +94,9 @@ class DraftModelOptions(DrafterOptions):
     @model_validator(mode="after")
     def _one_start(self) -> DraftModelOptions:
         starts = ("init_from", "from_target", "config")
-        given = [name for name in starts if getattr(self, name) is not None]
-        if len(given) > 1:
-            raise ValueError(f"expected one of {', '.join(starts)}, got {' and '.join(given)}")
+        named = [name for name in starts if getattr(self, name) is not None]
+        if len(named) > 1:
+            raise ValueError(f"expected one of {', '.join(starts)}, got {' and '.join(named)}")
         return self
 
     @property
@@ -218,12 +218,12 @@ class DraftModel(TokenDrafter):
     def draft_to_target(self) -> Tensor | None:
         if self.token_map is not None:
             return self.token_map.target_ids
-        own = self.config.vocab_size
+        size = self.config.vocab_size
         vocab = self.target.vocab_size
-        if own >= vocab:
+        if size >= vocab:
             return None
         if self._shared is None or self._shared.device != self.target.device:
-            self._shared = torch.arange(own, device=self.target.device)
+            self._shared = torch.arange(size, device=self.target.device)
         return self._shared
 
     def meet_tokenizers(
@@ -319,13 +319,12 @@ class DraftModel(TokenDrafter):
             if self.max_positions is not None:
                 positions = positions.clamp(max=self.max_positions - 1)
         rows = (self._known(ids), positions, segments, segments >= 0)
-        own = self.runner.features(
-            *rows, gradients=torch.is_grad_enabled(), autocast=True
-        ).last_hidden  # [B, T', D]
+        outputs = self.runner.features(*rows, gradients=torch.is_grad_enabled(), autocast=True)
+        states = outputs.last_hidden  # [B, T', D]
         if ends is not None:  # after each target token; zero before the first
-            states = own.gather(1, ends.clamp(min=0)[..., None].expand(-1, -1, own.shape[-1]))
-            own = torch.where(ends[..., None] < 0, 0.0, states)
-        return own.flatten(0, 1)
+            index = ends.clamp(min=0)[..., None].expand(-1, -1, states.shape[-1])
+            states = torch.where(ends[..., None] < 0, 0.0, states.gather(1, index))
+        return states.flatten(0, 1)
 
     def head(self, hidden: Tensor, depth: int = 0) -> Tensor:
         """[N, D] -> [N, V_draft]: the model's own head, over the tokens that the target has."""

@@ -136,10 +136,10 @@ def copy_layers(source: PreTrainedModel, layers: Sequence[int], student: PreTrai
                 continue
             name = f"{prefix}{places[int(number)]}.{rest}"
         renamed[name] = tensor
-    own = student.state_dict()
-    faults = sorted(own.keys() ^ renamed.keys())
-    shared = own.keys() & renamed.keys()
-    faults += [name for name in shared if own[name].shape != renamed[name].shape]
+    state = student.state_dict()
+    faults = sorted(state.keys() ^ renamed.keys())
+    shared = state.keys() & renamed.keys()
+    faults += [name for name in shared if state[name].shape != renamed[name].shape]
     if faults:
         raise ConfigError(
             f"a student cut from a {source.config.model_type} target does not share"
@@ -147,7 +147,7 @@ def copy_layers(source: PreTrainedModel, layers: Sequence[int], student: PreTrai
             " with drafter.init_from",
             where="draft model",
         )
-    for name, tensor in own.items():
+    for name, tensor in state.items():
         tensor.copy_(renamed[name])
     student.generation_config = deepcopy(source.generation_config)  # what ends a text
 
