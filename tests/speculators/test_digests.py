@@ -14,6 +14,7 @@ import pytest
 from draftsmith.speculators import digests
 from draftsmith.speculators.digests import file_sha256, model_weights_sha256, weights_sha256
 from draftsmith.speculators.errors import DataError, HubError
+from tests.support.errors import raises_at
 
 LONG_AGO = 1e9
 
@@ -48,7 +49,7 @@ def write(path: Path, content: bytes, at: float = LONG_AGO) -> Path:
 def test_weights_hash_follows_content_and_names(tmp_path):
     folder = tmp_path / "model"
     folder.mkdir()
-    with pytest.raises(DataError):
+    with raises_at(DataError, folder):
         weights_sha256(folder)
     (folder / "a.safetensors").write_bytes(b"1")
     (folder / "config.json").write_text("{}")

@@ -147,13 +147,13 @@ def test_growth_that_runs_out_of_memory_leaves_the_cache_usable(monkeypatch):
 def test_mistakes_are_refused():
     cache = RaggedCache(2, max_len=8)
     keys = torch.zeros(1, 1, 3, 2)
-    for mistake in (
-        lambda: cache.truncate(0, 1),
-        lambda: cache.advance(0, 9),
-        lambda: cache.view(0, 1, 2).update(keys, keys, 0),
-        lambda: cache.reserve(0, 2, 9),
+    for mistake, where in (
+        (lambda: cache.truncate(0, 1), "RaggedCache.truncate"),
+        (lambda: cache.advance(0, 9), "RaggedCache"),
+        (lambda: cache.view(0, 1, 2).update(keys, keys, 0), "RaggedView"),
+        (lambda: cache.reserve(0, 2, 9), "RaggedCache"),
     ):
-        with pytest.raises(ConfigError):
+        with raises_at(ConfigError, where):
             mistake()
 
 

@@ -3,12 +3,12 @@ it says."""
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from draftsmith.inference.vllm_bridge.counters import committed_rounds, metrics_of
 from draftsmith.speculators.errors import DataError
+from tests.support.errors import raises_at
 
 K = 4
 ROUNDS = st.lists(
@@ -44,5 +44,5 @@ def test_committed_drafts_follow_from_what_each_step_brought(rounds, limit) -> N
 
 def test_counts_of_another_response_are_refused() -> None:
     for sizes, accepted in (([1, 3, 2], [1, 1]), ([1, 2], []), ([1, 1, 1], [0, 2, 2])):
-        with pytest.raises(DataError):
+        with raises_at(DataError, "vLLM"):
             committed_rounds(sizes, accepted)

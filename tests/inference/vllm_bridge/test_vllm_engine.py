@@ -48,7 +48,7 @@ def test_family_is_named_and_sampled_as_here(tiny_model, target_folder, tmp_path
     drafter = cls(config_for_target(target, family, **shape)).attach(target)
     head = export_drafter(drafter, tmp_path / "head", dtype=torch.float32)
     if family == "mlp":
-        with pytest.raises(ConfigError):
+        with raises_at(ConfigError, head):
             speculative_config(drafting(target_folder, str(head), None))
         return
     config, needs = speculative_config(drafting(target_folder, str(head), None))

@@ -154,8 +154,10 @@ def test_the_model_is_left_as_it_was(tiny_model, ids):
 
 @pytest.mark.parametrize("taps", [[4], [1, 1]])
 def test_taps_out_of_range_or_twice(tiny_model, taps):
-    with pytest.raises(ConfigError, match="tap_layers"):
-        FrozenTarget(tiny_model("llama"), tap_layers=taps)
+    model = tiny_model("llama")
+    model.config._name_or_path = "tiny"
+    with raises_at(ConfigError, "target tiny"):
+        FrozenTarget(model, tap_layers=taps)
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,7 @@ def test_target_head_opens_the_shards_of_its_tensors_alone(tmp_path):
     folder = keep_two_shards(model, tmp_path, shards=100)
     assert len(list(tmp_path.glob("*.safetensors"))) == 2
     assert_same(TargetHead.from_pretrained(str(folder)), FrozenTarget(model))
-    with pytest.raises(CheckpointError):
+    with raises_at(CheckpointError, f"target {folder}"):
         FrozenTarget.from_pretrained(str(folder))
 
 

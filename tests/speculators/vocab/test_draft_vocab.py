@@ -15,6 +15,7 @@ from draftsmith.speculators.vocab.draft_vocab import (
     to_offsets,
     to_target_ids,
 )
+from tests.support.errors import raises_at
 
 IDS = torch.tensor([1, 4, 6])  # target ids of the draft ids 0, 1, 2
 
@@ -39,10 +40,12 @@ def test_ids_of_both_vocabularies_map_to_one_another():
     draft_ids = torch.tensor([[2, 0], [1, 1]])
     assert to_target_ids(draft_ids, IDS).tolist() == [[6, 1], [4, 4]]
     assert to_draft_ids(torch.arange(8), IDS).tolist() == [-1, 0, -1, -1, 1, -1, 2, -1]
+    # in the order of a head that was published elsewhere
+    assert to_draft_ids(torch.arange(8), IDS[[2, 0, 1]]).tolist() == [-1, 1, -1, -1, 2, -1, 0, -1]
 
 
 def test_offsets_of_a_checkpoint_are_read_back_and_plain_ids_refused():
     assert to_offsets(IDS).tolist() == [1, 3, 4]
     assert torch.equal(from_offsets(to_offsets(IDS), 8, "here"), IDS)
-    with pytest.raises(CheckpointError):
+    with raises_at(CheckpointError, "here"):
         from_offsets(IDS, 8, "here")
