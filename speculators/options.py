@@ -61,11 +61,12 @@ class DrafterOptions(Section):
     def shape(self, fields: dict[str, Any], target: Any = None) -> dict[str, Any]:
         """The values that these options set for `fields`, those of the family's DrafterConfig; None
         where an option is null. `target`: the target, loaded or without weights."""
-        return {
-            name: tuple(value) if isinstance(value := getattr(self, name), list) else value
-            for name in type(self).model_fields
-            if name in fields
-        }
+        values: dict[str, Any] = {}
+        for name in type(self).model_fields:
+            if name in fields:
+                value = getattr(self, name)
+                values[name] = tuple(value) if isinstance(value, list) else value
+        return values
 
 
 class DecoderOptions(DrafterOptions):

@@ -53,7 +53,7 @@ CPU_WRITTEN = 100_000
 CPU_STEP = 1024  # tokens of a step: on few conversations many small steps learn more
 CPU_KEPT_SHARE = 0.25  # of the memory, that features are kept in at most
 CPU_VOCABULARY = 8192  # tokens that are drafted
-# The key of a family's depths is the first that it has; the slots of a block are one more.
+# Option of a family -> depths; the first of these that the family has. A block has a slot more.
 CPU_DEPTHS = {"block_size": 5, "num_depths": 4, "n_predict": 4, "num_heads": 4, "unroll_steps": 4}
 # Of a family: option -> value and comment.
 CPU_START: dict[str, dict[str, tuple[Any, str]]] = {
@@ -70,14 +70,14 @@ CPU_EPOCHS = 40  # of the budget at most: of few conversations, after which they
 
 @dataclass
 class Lengths:
-    """Tokens of the data's conversations, at QUANTILE. response: 0 if the data has none; longest:
-    positions that the target was made for; on_cpu: the limits of a core hold."""
+    """How long the conversations are, in tokens, and what bounds a row. Lengths of prompts and
+    responses are those that QUANTILE of them do not exceed."""
 
     prompt: int
-    response: int
-    longest: int
+    response: int  # 0: the data has none
+    longest: int  # positions that the target was made for
     thinking: bool | None  # None: the chat template has no such mode
-    on_cpu: bool
+    on_cpu: bool  # the limits of a core hold
     conversations: int
 
     @property
@@ -104,10 +104,11 @@ class Lengths:
 
 @dataclass
 class ExamplesRead:
-    """What was read of the data. `rows`: of each example the number of rows up to it, bad ones
-    included, as the slice of a split counts them."""
+    """The conversations of --data that can be used."""
 
     examples: list[Example]
+    # Of each example the number of rows up to it, bad ones included: how the slice of a split,
+    # `train[20:]`, counts them.
     rows: list[int]
     bad: BadRows
 
@@ -307,6 +308,8 @@ def _fill_training(new: NewRecipe, lengths: Lengths, device: Device | None) -> S
         _fit_cpu(new)
     stage = make_plan(new.checked(), device).stages[0]
     if lengths.on_cpu and device is not None:
+        # What is put changes what the plan says next: kept features the seconds of a step, these
+        # the minutes, and the minutes the steps.
         _keep_features(new, stage, device)
         stage = make_plan(new.checked(), device).stages[0]
         minutes = max(_round_up(CPU_STEPS * stage.step_seconds(device) / 60, 5), CPU_MINUTES)

@@ -192,7 +192,11 @@ class ConversationTokenizer:
     def _turn(
         self, example: Example, messages: list[Message], index: int, tokens: PiecewiseTokenizer
     ) -> Turn:
-        """Assistant turn `index`."""
+        """Assistant turn `index`. BadRow: its mask cannot be proved.
+
+        The head is all that serving would send for it, the generation prompt included; the tail
+        goes on to the turn's end. `common` is how many tokens both begin with: where that is the
+        whole head, the rest of the tail is the response."""
         head_text = self._render(example, messages, index, prompt=True)
         tail_text = self._render(example, messages, index + 1, prompt=False)
         refusal = partial(_refusal, example, messages, index)
@@ -282,8 +286,10 @@ class ConversationTokenizer:
             return mask
         end = int(written[-1]) + 1  # exclusive
         special = [i for i in written if ids[i] in self._special_ids]
+        # The markers enclose the end-of-turn token, and perhaps the template's whitespace after it.
         if special and not self._decode(ids[special[-1] + 1 : end]).strip():
             end = int(special[-1]) + 1
+        # They end before it.
         elif end < len(ids) and ids[end] in self._special_ids:
             end += 1
             mask[end - 1] = True
@@ -414,6 +420,7 @@ def _not_shown(message: Message, text: str) -> str | None:
 
 
 def _refusal(example: Example, messages: list[Message], index: int, what: str) -> BadRow:
+    """The error of turn `index`, which it quotes."""
     message = messages[index]
     words = message["content"]
     quoted = repr(words if len(words) <= 100 else words[:97] + "...")

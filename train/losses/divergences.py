@@ -25,6 +25,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -91,9 +92,8 @@ def neg_log_acceptance(log_q: Tensor, p: Tensor, labels: Tensor) -> Tensor:
 
     Sub-probability: exact; never below -log P.
     """
-    log_p = p.log().clamp_min(
-        -1e4
-    )  # a floor below any log_q: where p underflows to zero, q must not count as accepted
+    # a floor below any log_q: where p underflows to zero, q must not count as accepted
+    log_p = p.log().clamp_min(-1e4)
     return -torch.logsumexp(torch.minimum(log_p, log_q), dim=-1)
 
 
@@ -258,22 +258,22 @@ class LogitRows:
         return self.p_log_p - dot(self.p, self.z) + self.mass * self.log_z
 
 
-def value_and_gradient(
-    mix: Mix, rows: LogitRows, q: Tensor, weight: Tensor, scratch: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
-    """The mix's value [g, m] and weight * d value / dz [g, m, Vd], without autograd.
+class Coefficients(NamedTuple):
+    """How much of each vector the gradient of a mix has, per row [g, m]."""
 
-    q [g, m, Vd] = softmax(z), *overwritten by the gradient*; weight [g, m]; scratch [g, m, Vd]:
-    overwritten, or None, and there is no gradient."""
+    kl: Tensor  # of P q - p
+    alpha: Tensor  # of -d alpha / dz
+    label: Tensor  # of q - onehot(label)
+
+
+def value_and_coefficients(mix: Mix, rows: LogitRows) -> tuple[Tensor, Coefficients]:
+    """The mix's value [g, m], and what its gradient consists of."""
     value = torch.zeros_like(rows.alpha)
-    # coefficients [g, m] of P q - p, of -d alpha / dz and of q - onehot(label)
     of_kl = value
     of_alpha = value
     of_label = value
-    names = set[str]()
     for term in mix.terms:
         w = term.weight
-        names.add(term.name)
         if term.name == "forward_kl":
             value = value + w * rows.kl
             of_kl = of_kl + w
@@ -290,21 +290,35 @@ def value_and_gradient(
             supported = (rows.labels >= 0) & picked.isfinite()
             value = value + w * torch.where(supported, rows.log_z - picked, 0.0)
             of_label = of_label + w * supported.to(value.dtype)
+    return value, Coefficients(of_kl, of_alpha, of_label)
+
+
+def value_and_gradient(
+    mix: Mix, rows: LogitRows, q: Tensor, weight: Tensor, scratch: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """The mix's value [g, m] and weight * d value / dz [g, m, Vd], without autograd.
+
+    q [g, m, Vd] = softmax(z), *overwritten by the gradient*; weight [g, m]; scratch [g, m, Vd]:
+    overwritten, or None, and there is no gradient."""
+    value, of = value_and_coefficients(mix, rows)
     if scratch is None:
         return value, None
-    of_q = of_kl * rows.mass + of_label  # [g, m]
+    names = {term.name for term in mix.terms}
+    # With b = 1[q < p] the gradient is (kl P + label + alpha Σ q b) q - alpha q b - kl p - label
+    # onehot(x): a multiple of q, from which the terms that the mix has are taken away.
+    of_q = of.kl * rows.mass + of.label  # [g, m]
     if names & {"tv", "lk_hybrid"}:
         below = torch.lt(q, rows.p, out=scratch).mul_(q)  # [g, m, Vd], q 1[q < p]
-        of_q = of_q + of_alpha * below.sum(-1)
+        of_q = of_q + of.alpha * below.sum(-1)
         gradient = q.mul_((of_q * weight)[..., None])
-        gradient.addcmul_(below, -(of_alpha * weight)[..., None])
+        gradient.addcmul_(below, -(of.alpha * weight)[..., None])
     else:
         gradient = q.mul_((of_q * weight)[..., None])
     if names & {"forward_kl", "lk_hybrid"}:
-        gradient.addcmul_(rows.p, -(of_kl * weight)[..., None])
+        gradient.addcmul_(rows.p, -(of.kl * weight)[..., None])
     if "cross_entropy" in names:
         labels = rows.labels.clamp_min(0)[..., None]
-        gradient.scatter_add_(-1, labels, -(of_label * weight)[..., None])
+        gradient.scatter_add_(-1, labels, -(of.label * weight)[..., None])
     return value, gradient
 
 

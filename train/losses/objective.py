@@ -102,13 +102,9 @@ def chunked_objective(
     per depth holds K. The softmax is float32 under any autocast; fp16 with a loss scaler is not
     supported."""
     mix = Mix.parse(loss)
-    count = hidden.shape[0]
-    if mix.state_terms and hidden.shape[-1] != target_hidden.shape[-1]:
-        raise ConfigError(
-            "the drafter's states and the target's differ in width", where="loss.smooth_l1"
-        )
-    grad = torch.is_grad_enabled()
-    if grad and torch.is_autocast_enabled(hidden.device.type):
+    _require_same_width(mix, hidden, target_hidden)
+    with_gradient = torch.is_grad_enabled()
+    if with_gradient and torch.is_autocast_enabled(hidden.device.type):
         # a copy of a weight cast earlier under no_grad would cut the graph
         torch.clear_autocast_cache()
     target_hidden = target_hidden.detach()
@@ -116,11 +112,12 @@ def chunked_objective(
     with torch.no_grad():
         vocabulary = max(draft_vocabulary, target_logits(target_hidden[:1]).shape[-1])
     rows = chunk_size or default_chunk_size(vocabulary, hidden.device)
-    index = to_device(torch.arange(count), hidden.device) if target_index is None else target_index
+    if target_index is None:
+        target_index = to_device(torch.arange(len(hidden)), hidden.device)
     task = Task(
         head=draft_head,
         target_hidden=target_hidden,
-        target_index=index,
+        target_index=target_index,
         target_logits=target_logits,
         weight=weight.detach().to(precise(hidden.dtype)),
         labels=to_draft_ids(labels, draft_to_target),
@@ -129,16 +126,24 @@ def chunked_objective(
         chunk_size=rows,
         block_size=min(rows, default_block_size(vocabulary, hidden.device)),
     )
-    if grad and (hidden.requires_grad or parameters):
+    if with_gradient and (hidden.requires_grad or parameters):
         total, per_row, alpha, agreement = Chunked.apply(hidden, task, *parameters)
     else:
         (per_row, alpha, agreement), _, _ = walk(task, hidden, [], needs_hidden=False)
         total = per_row.sum()
     for term in mix.state_terms:  # in ordinary autograd: they are no larger than `hidden`
-        on_states = term(hidden, target_hidden[index]) * task.weight
+        on_states = term(hidden, target_hidden[target_index]) * task.weight
         total = total + on_states.sum()
         per_row = per_row + on_states.detach()
     return total, StepMetrics(per_row, alpha, agreement)
+
+
+def _require_same_width(mix: Mix, hidden: Tensor, target_hidden: Tensor) -> None:
+    """ConfigError if the mix has a term on states, and these are of two widths."""
+    if mix.state_terms and hidden.shape[-1] != target_hidden.shape[-1]:
+        raise ConfigError(
+            "the drafter's states and the target's differ in width", where="loss.smooth_l1"
+        )
 
 
 def confidence_objective(logits: Tensor, alpha: Tensor, weight: Tensor) -> Tensor:

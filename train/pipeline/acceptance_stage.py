@@ -25,7 +25,7 @@ from draftsmith.inference.evaluation.evaluate import (
     evaluate,
 )
 from draftsmith.inference.evaluation.suites import SuiteConversation, load_suite
-from draftsmith.inference.progress import Stages
+from draftsmith.inference.progress import Advance, Stages
 from draftsmith.inference.report.build import Bound, check_gates, lay_beside
 from draftsmith.inference.report.html import render_html
 from draftsmith.inference.report.schema import (
@@ -148,12 +148,7 @@ def measure(
     suites = measured_suites(recipe, settings)
     chosen = workloads(recipe, settings)
     reports: dict[str, AcceptanceReport] = {}
-    with _told_if_stopped(stages), stages.stage("acceptance", 1) as advance:
-
-        def progress(done: float, note: str = "", total: float | None = None) -> None:
-            share = (len(reports) + done) / len(engines)
-            advance(share, f"{name}: {note}" if len(engines) > 1 else note)
-
+    with _shown_if_stopped(stages), stages.stage("acceptance", 1) as advance:
         for name in sorted(engines, key=lambda name: name == OUR_ENGINE):
             reports[name] = evaluate(
                 model,
@@ -163,12 +158,21 @@ def measure(
                 suites=suites,
                 engine=engines[name],
                 llm_options=llm_options,
-                progress=progress,
+                progress=_part_of(advance, len(reports), len(engines), name),
                 **options,
             )
     if len(reports) > 1:
         return lay_beside(reports[OUR_ENGINE], reports[VLLM])
     return reports.popitem()[1]
+
+
+def _part_of(advance: Advance, number: int, count: int, engine: str) -> Advance:
+    """The progress of the engine `number` of `count` as a part of that of the stage."""
+
+    def progress(done: float, note: str = "", total: float | None = None) -> None:
+        advance((number + done) / count, f"{engine}: {note}" if count > 1 else note)
+
+    return progress
 
 
 def _llm_options(recipe: Recipe, model: str) -> dict[str, Any]:
@@ -185,8 +189,8 @@ def _llm_options(recipe: Recipe, model: str) -> dict[str, Any]:
 
 
 @contextmanager
-def _told_if_stopped(stages: Stages) -> Iterator[None]:
-    """What an interrupted evaluation has measured, which no file holds."""
+def _shown_if_stopped(stages: Stages) -> Iterator[None]:
+    """Shows what an interrupted evaluation has measured, which no file holds."""
     try:
         yield
     except EvaluationStopped as stop:
@@ -329,6 +333,6 @@ def gate_bounds(recipe: Recipe) -> dict[str, Bound]:
         names = [name]
         if name in GATES_OF_TEMPERATURES and name not in GATES:
             names = [f"t{t:g}.{name}" for t in recipe.evaluation.temperatures]
-        bound = {key for key in names if key == name or key not in recipe.gates}
-        bounds |= dict.fromkeys(sorted(bound), Bound(gate.min, gate.max))
+        keys = sorted(key for key in names if key == name or key not in recipe.gates)
+        bounds |= dict.fromkeys(keys, Bound(gate.min, gate.max))
     return bounds

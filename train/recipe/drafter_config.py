@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -34,11 +35,10 @@ def drafter_config(recipe: Recipe, target: TargetShape, *, planning: bool = Fals
         return fitting(recipe, config_for_target(target, recipe.family, **expected))
     config = read_drafter_config(start, target.num_layers, config_only=config_only)
     if config.family in family_class(recipe.family).traits.starts_from:
-        shared = {
-            name: getattr(config, name) for name in set(type(config).model_fields) & set(fields)
-        }
-        missing = {name: value for name, value in expected.items() if name not in shared}
-        config = config_for_target(target, **missing | shared | {"family": recipe.family})
+        # A head of another family: what both have is its own, the rest is the recipe's.
+        names = type(config).model_fields.keys() & fields.keys()
+        shared = {name: getattr(config, name) for name in names}
+        config = config_for_target(target, **expected | shared | {"family": recipe.family})
     if config.family != recipe.family:
         raise ConfigError(
             f"the head is of family {config.family!r}, the recipe's is {recipe.family!r}",
@@ -58,20 +58,13 @@ def default_mask_token(recipe: Recipe, target: TargetShape) -> int:
     """The tokenizer's mask token, or the first row of the embedding that no token uses, or an added
     special token that neither the chat template nor the end of a text has. ConfigError: none."""
     tokenizer = recipe.target.load_tokenizer()
-    if (token := tokenizer.mask_token_id) is None:
+    token = tokenizer.mask_token_id
+    if token is None:
+        # embeddings are often padded: there may be rows behind the last token
         token = max(tokenizer.get_vocab().values()) + 1
     if token < target.vocab_size:
         return token
-    template = str(tokenizer.chat_template or "")
-    named = set(tokenizer.all_special_tokens)
-    used = {tokenizer.eos_token, tokenizer.bos_token, tokenizer.pad_token, tokenizer.unk_token}
-    unused = [
-        number
-        for number, added in tokenizer.added_tokens_decoder.items()
-        if (added.special or added.content in named)
-        and added.content not in used
-        and added.content not in template
-    ]
+    unused = _unused_special_tokens(tokenizer)
     if not unused:
         raise ConfigError(
             "the target's tokenizer has no mask token, and its tokens use all"
@@ -85,6 +78,20 @@ def default_mask_token(recipe: Recipe, target: TargetShape) -> int:
         max(unused),
     )
     return max(unused)
+
+
+def _unused_special_tokens(tokenizer: Any) -> list[int]:
+    """The ids of added special tokens that neither the chat template nor the ends of texts have."""
+    template = str(tokenizer.chat_template or "")
+    named = set(tokenizer.all_special_tokens)
+    used = {tokenizer.eos_token, tokenizer.bos_token, tokenizer.pad_token, tokenizer.unk_token}
+    return [
+        number
+        for number, added in tokenizer.added_tokens_decoder.items()
+        if (added.special or added.content in named)
+        and added.content not in used
+        and added.content not in template
+    ]
 
 
 def start_folder(recipe: Recipe, *, weights: bool = True) -> Path | None:
