@@ -24,7 +24,7 @@ ARGS ?=
 LAUNCH := $(BIN)/accelerate launch --quiet --num_processes 1 --num_machines 1 --mixed_precision no \
 	--dynamo_backend no --num_cpu_threads_per_process
 
-.PHONY: docs help venv quickstart test test-fast test-vllm test-real lint format compare bench bench-peers bench-gpu check-gpu clean
+.PHONY: docs help venv quickstart test test-fast test-vllm test-real lint format compare bench bench-peers bench-gpu real-model check-gpu clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -80,6 +80,9 @@ bench-peers: $(VENV)/.installed  ## training steps of EAGLE-3 and DFlash beside 
 
 bench-gpu: $(VENV)/.installed  ## a step by phase and decoding beside what the GPU can do (ARGS="--device cpu": tiny)
 	$(BIN)/python scripts/bench_gpu.py $(ARGS)
+
+real-model: $(VENV)/.installed  ## heads for SmolLM2, trained and measured in an hour of a GPU (ARGS="--dry-run": minutes)
+	$(BIN)/python scripts/real_model.py $(ARGS)
 
 check-gpu: $(VENV)/.installed  ## the tests that need a GPU (ten minutes; ARGS="--device cpu" elsewhere)
 	$(BIN)/python -m pytest tests/gpu -m gpu $(ARGS)
