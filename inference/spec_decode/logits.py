@@ -33,7 +33,8 @@ def process_logits(logits: Tensor, proposal: Proposal, requests: Sequence[Reques
     keep = any(request.params.logprobs is not None for request in requests)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=keep)
     for row in rows:
-        request, paths = requests[row], proposal.paths(row)
+        request = requests[row]
+        paths = proposal.paths(row)
         request.processors.apply(logits[row, : len(paths)], request.token_ids, paths)
     return logits
 

@@ -85,7 +85,8 @@ def replay(accept: Tensor | np.ndarray, length: int) -> ReplayResult:
             f"replay: accept has shape {list(table.shape)}; expected [K, T], T >= {length - 1}"
             " anchors"
         )
-    depth, anchors = table.shape[0], length - 1
+    depth = table.shape[0]
+    anchors = length - 1
     exists = np.arange(depth)[:, None] + np.arange(anchors)[None, :] + 1 < length  # [K, anchors]
     table = np.where(exists, table[:, :anchors], 0.0)
     if np.isnan(table).any():  # the drafter's logits are not numbers, and neither is what follows
@@ -97,7 +98,8 @@ def replay(accept: Tensor | np.ndarray, length: int) -> ReplayResult:
     at_least = np.concatenate([np.ones((1, anchors)), joint, np.zeros((1, anchors))])
     exactly = at_least[:-1] - at_least[1:]  # [K+1, anchors]
     starts = _round_starts(exactly.T)
-    per_position, by_accepted = joint @ starts, exactly @ starts
+    per_position = joint @ starts
+    by_accepted = exactly @ starts
     return ReplayResult(float(starts.sum()), per_position.tolist(), by_accepted.tolist())
 
 

@@ -22,16 +22,16 @@ class StaticTree:
     choices: tuple[Choice, ...]  # by depth, then rank: parents before their children
 
     @classmethod
-    def parse(cls, given: str | Sequence[Sequence[int]]) -> StaticTree:
+    def parse(cls, tree: str | Sequence[Sequence[int]]) -> StaticTree:
         """A list of choices, or its text as vLLM takes it. ConfigError names a choice without its
         parent or an older sibling."""
         where = "speculative_token_tree"
         try:
-            parsed = ast.literal_eval(given) if isinstance(given, str) else given
+            parsed = ast.literal_eval(tree) if isinstance(tree, str) else tree
             choices = {tuple(int(rank) for rank in choice) for choice in parsed}
         except (ValueError, SyntaxError, TypeError) as error:
             raise ConfigError(
-                f"{given!r} is no list of choices: {error}; expected such as [(0,), (0, 0)]",
+                f"{tree!r} is no list of choices: {error}; expected such as [(0,), (0, 0)]",
                 where=where,
             ) from None
         for choice in sorted(choices):

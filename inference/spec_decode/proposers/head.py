@@ -82,9 +82,13 @@ class HeadProposer(Proposer):
         )
         drafter.require_length(max_model_len, "max_model_len")
         drafter.decode_with(plain_or_none)
-        self._drafter, self._vocab_size, self._device = drafter, target.vocab_size, target.device
+        self._drafter = drafter
+        self._vocab_size = target.vocab_size
+        self._device = target.device
         self._probabilistic = draft_sample_method == "probabilistic"
-        self._draft_to_target, self._tree, self._depth = drafter.draft_to_target, tree, depth
+        self._draft_to_target = drafter.draft_to_target
+        self._tree = tree
+        self._depth = depth
         self.drafts_trees = tree is not None
         at_once = drafter.traits.whole_blocks and tree is None and not drafter.traits.reads_drafts
         self.stops_early = self._device.type == "cpu" and not at_once
@@ -136,7 +140,8 @@ class HeadProposer(Proposer):
         taps: Tensor | None,
         last_hidden: Tensor,
     ) -> None:
-        features, known = self._read(taps, last_hidden), []
+        features = self._read(taps, last_hidden)
+        known: list[int] = []
         for i, (request, count) in enumerate(zip(requests, counts, strict=True)):
             prompt_slots = request.num_prompt_tokens - self._drafter.traits.first_token
             slots = prompt_slots - self._seen[start + i]
@@ -360,7 +365,8 @@ class _WaitingFeatures:
     room, ·]. `counts`: positions of each row."""
 
     def __init__(self, rows: int, room: int) -> None:
-        self._rows, self._room = rows, room
+        self._rows = rows
+        self._room = room
         self._buffers: dict[str, Tensor] = {}
         self.counts = [0] * rows
 

@@ -55,7 +55,8 @@ class HeadOptions(MethodOptions):
 
     @model_validator(mode="after")
     def _check_tree(self) -> HeadOptions:
-        grown, steps = self.speculative_eagle_topk is not None, self.speculative_num_steps
+        grown = self.speculative_eagle_topk is not None
+        steps = self.speculative_num_steps
         if (grown and self.speculative_token_tree is not None) or (steps and not grown):
             raise ValueError(
                 "give one: speculative_token_tree, a fixed tree, or speculative_eagle_topk, a tree"

@@ -101,7 +101,8 @@ class JacobiWindow:
 
 class _Row:
     def __init__(self, window: JacobiWindow, pool: NgramPool) -> None:
-        self.window, self.pool = window, pool
+        self.window = window
+        self.pool = pool
         self.pooled = 0  # tokens of the request's text whose n-grams the pool has
 
 
@@ -115,16 +116,20 @@ class LookaheadProposer(Proposer):
 
     def __init__(self, options: LookaheadOptions, device: torch.device | str = "cpu") -> None:
         super().__init__(options.most_drafts)
-        self._columns, self._n = options.lookahead_window_size, options.lookahead_ngram_size
+        self._columns = options.lookahead_window_size
+        self._n = options.lookahead_ngram_size
         self._most_guesses = options.lookahead_num_guesses
-        self._pool_from_prompt, self._device = options.lookahead_pool_from_prompt, device
+        self._pool_from_prompt = options.lookahead_pool_from_prompt
+        self._device = device
         self.num_unverified_tokens = max(
             f * (self._columns + self._n - 1 - f) - 1 for f in range(1, self._n)
         )
 
     @override
     def propose(self, requests: Sequence[Request], plan: RoundPlan) -> Proposal:
-        drafts, parents, unverified = [], [], []
+        drafts: list[list[int]] = []
+        parents: list[list[int]] = []
+        unverified: list[int] = []
         for row, request in enumerate(requests):
             state = self._state(row, request)
             tokens, guessed_parents = merged(
@@ -143,7 +148,8 @@ class LookaheadProposer(Proposer):
         return Proposal.deterministic(drafts, self._device, parents=parents, unverified=unverified)
 
     def _state(self, row: int, request: Request) -> _Row:
-        text, n = request.token_ids, self._n
+        text = request.token_ids
+        n = self._n
         if row not in self.rows:
             self.rows[row] = _Row(
                 JacobiWindow(text, self._columns, n), NgramPool(self._most_guesses)
@@ -164,7 +170,8 @@ class LookaheadProposer(Proposer):
         index = on_device(rows, logits.device).unsqueeze(-1)
         best = argmax(logits[index, on_device(padded(entries), logits.device)]).tolist()
         for row, read, choices in zip(rows, entries, best, strict=True):
-            state, last_token = self.rows[row], requests[row].token_ids[-1]
+            state = self.rows[row]
+            last_token = requests[row].token_ids[-1]
             for first, rest in state.window.advance(last_token, choices[: len(read)]):
                 state.pool.add(first, rest)
 
@@ -178,15 +185,15 @@ def merged(
     parents: list[int] = []
     node_of: dict[tuple[int, int], int] = {}  # (parent, token) -> node
     for guess in guesses:
-        at = -1
+        parent = -1
         for token in guess[:depth]:
-            if (at, token) not in node_of:
+            if (parent, token) not in node_of:
                 if len(tokens) == most:
                     break
-                node_of[at, token] = len(tokens)
+                node_of[parent, token] = len(tokens)
                 tokens.append(token)
-                parents.append(at)
-            at = node_of[at, token]
+                parents.append(parent)
+            parent = node_of[parent, token]
     return tokens, parents
 
 

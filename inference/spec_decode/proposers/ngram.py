@@ -29,7 +29,8 @@ class NgramIndex(SuffixIndex):
 
     def __init__(self, min_n: int, max_n: int) -> None:
         super().__init__()
-        self._min_n, self._max_n = min_n, max_n
+        self._min_n = min_n
+        self._max_n = max_n
         self.matched = 0  # tokens of the match that was found last
 
     def lookup(self, token_ids: list[int], count: int) -> list[int]:
@@ -55,7 +56,8 @@ class NgramProposer(Proposer):
 
     def __init__(self, options: NgramOptions, device: torch.device | str = "cpu") -> None:
         super().__init__(options.most_drafts)
-        shortest, longest = options.prompt_lookup_min, options.prompt_lookup_max
+        shortest = options.prompt_lookup_min
+        longest = options.prompt_lookup_max
         if "prompt_lookup_min" not in options.model_fields_set:
             shortest = min(shortest, longest)  # one size bounds the other's default
         self._sizes = shortest, max(shortest, longest)
@@ -63,7 +65,8 @@ class NgramProposer(Proposer):
 
     @override
     def propose(self, requests: Sequence[Request], plan: RoundPlan) -> Proposal:
-        drafts, confidence = [], []
+        drafts: list[list[int]] = []
+        confidence: list[list[float]] = []
         for row, (request, limit) in enumerate(zip(requests, plan.limits, strict=True)):
             index = self.rows.setdefault(row, NgramIndex(*self._sizes))
             most = min(limit, self.num_speculative_tokens)
@@ -87,7 +90,8 @@ class NgramOptions(MethodOptions):
 
     @model_validator(mode="after")
     def _check_sizes(self) -> NgramOptions:
-        shortest, longest = self.prompt_lookup_min, self.prompt_lookup_max
+        shortest = self.prompt_lookup_min
+        longest = self.prompt_lookup_max
         both = self.model_fields_set >= {"prompt_lookup_min", "prompt_lookup_max"}
         if both and shortest > longest:
             raise ValueError(f"prompt_lookup_min {shortest} is above prompt_lookup_max {longest}")

@@ -71,13 +71,13 @@ class SuffixIndex:
         follows."""
         text = np.frombuffer(self._text, dtype=np.int32)
         places = np.frombuffer(self._places.get(context[-1], array("i")), dtype=np.int32)
-        found: list[np.ndarray] = []
+        matches: list[np.ndarray] = []
         while len(places) > 1 or (len(places) and text[places[0] + 1] != END):
-            found.append(places)
-            if len(found) == len(context):
+            matches.append(places)
+            if len(matches) == len(context):
                 break
-            places = places[text[places - len(found)] == context[-1 - len(found)]]
-        return found
+            places = places[text[places - len(matches)] == context[-1 - len(matches)]]
+        return matches
 
     def follow(self, places: np.ndarray, most: int, least_probability: float) -> Draft:
         """The most frequent continuation of the pattern that ends at `places`, of equals the
