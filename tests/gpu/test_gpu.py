@@ -132,6 +132,9 @@ def test_compiled_rounds_write_the_tokens_of_eager_decoding(
         (output,) = llm.generate({"prompt_token_ids": ids}, params, False, speculate=speculate)
         seconds = time.perf_counter() - began
         report(compiled=compiled, drafting=speculate, ms_per_token=1e3 * seconds / shapes.written)
+        if device.type == "cuda":
+            rounds = len(output.metrics.accepted_per_round)
+            assert output.metrics.num_compiled_rounds == (rounds if compiled else 0)
         return list(output.outputs[0].token_ids)
 
     eager = LLM(target, speculative_config=drafting, enforce_eager=True, **limits)
@@ -139,7 +142,7 @@ def test_compiled_rounds_write_the_tokens_of_eager_decoding(
     assert tokens(eager, speculate=True) == expected
     del eager
     free_memory()
-    compiled = LLM(target, speculative_config=drafting, enforce_eager=False, **limits)
+    compiled = LLM(target, speculative_config=drafting, **limits)  # the default on CUDA
     compiled.warm_up()
     for speculate in (False, True):
         assert tokens(compiled, speculate, compiled=True) == expected
