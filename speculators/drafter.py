@@ -332,12 +332,12 @@ class Drafter(nn.Module):
     def meet_tokenizers(
         self,
         of_target: Any,
-        own: Callable[[], Any] | None = None,
+        load: Callable[[], Any] | None = None,
         *,
         intersection: bool = False,
         where: str = "",
     ) -> None:
-        """Checks that the drafter's tokenizer, loaded by `own` (None: it is the target's), agrees
+        """Checks that the drafter's tokenizer, loaded by `load` (None: it is the target's), agrees
         with the target's, or builds a map between the two vocabularies. ConfigError if they differ
         and `intersection` is False; `where` names the option that would allow it. Only a family
         with a tokenizer of its own overrides this."""

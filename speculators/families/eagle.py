@@ -147,9 +147,8 @@ class Eagle(DecoderChain):
                 embeds[k].append(self.embed(f.input_ids[rows, slots + k + 1]).float())
             for k in range(depths + 1):
                 states[k].append(f.last_hidden[rows, slots + k].float())
-        e, h = (
-            [torch.cat(tensors) for tensors in kind] for kind in (embeds, states)
-        )  # each [N, H]
+        e = [torch.cat(tensors) for tensors in embeds]  # each [N, H]
+        h = [torch.cat(tensors) for tensors in states]
         if not len(h[0]):
             raise ConfigError(
                 f"least_squares needs responses longer than {depths} tokens; "

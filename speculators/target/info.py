@@ -70,16 +70,7 @@ def sketch_target(
 
     `dtype`: as in the recipe's `target.dtype`. `device`: what it is to run on; None: what this
     machine would use."""
-    try:
-        source = {"revision": revision, "trust_remote_code": trust_remote_code}
-        whole = AutoConfig.from_pretrained(model, **source)
-    except (OSError, ValueError, KeyError) as error:
-        raise CheckpointError(
-            f"{model} has no config.json that transformers can read"
-            f" ({one_line(error)}); give a folder that holds a causal language model, or a"
-            " repository id",
-            where="target.model",
-        ) from error
+    whole = _read_config(model, revision, trust_remote_code)
     config = whole.get_text_config()
     try:
         with torch.device("meta"):
@@ -104,3 +95,18 @@ def sketch_target(
         num_parameters=sum(p.numel() for p in module.parameters()),
         model=module,
     )
+
+
+def _read_config(model: str, revision: str | None, trust_remote_code: bool) -> Any:
+    """The config.json of a target. CheckpointError: there is none."""
+    try:
+        return AutoConfig.from_pretrained(
+            model, revision=revision, trust_remote_code=trust_remote_code
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise CheckpointError(
+            f"{model} has no config.json that transformers can read"
+            f" ({one_line(error)}); give a folder that holds a causal language model, or a"
+            " repository id",
+            where="target.model",
+        ) from error

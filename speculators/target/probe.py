@@ -280,13 +280,21 @@ def confirm_masks(parts: Parts) -> bool:
                 f"layer {i} is {kind} (sliding_window={window or None}) by its config, but the keys"
                 " it may see are others; its masks cannot be rebuilt for rows of different length"
             )
-    ready = {
+    prepared = {
         kind: additive_mask(mask.to(parts.device)[None, None], parts.dtype)
         for kind, mask in expected.items()
     }
+    return _takes_masks_by_kind(parts, attending, prepared, length)
+
+
+def _takes_masks_by_kind(
+    parts: Parts, attending: set[str], prepared: dict[str, Tensor], length: int
+) -> bool:
+    """True if masks reach the layers as a dict by kind, False if as one tensor. `attending`: the
+    kinds that there are; `prepared`: a mask for each. UnsupportedTarget: neither does."""
     reason = "layers of several kinds got others"
     for by_kind in (True, False) if len(attending) == 1 else (True,):
-        mask_argument = masks_by_kind(**ready) if by_kind else ready[min(attending)]
+        mask_argument = masks_by_kind(**prepared) if by_kind else prepared[min(attending)]
         try:
             seen = list(zip(parts.kinds, _masks_seen(parts, mask_argument, length)))
         except _PROBE_ERRORS as error:
@@ -295,7 +303,8 @@ def confirm_masks(parts: Parts) -> bool:
         pointers = [
             (kind, mask.data_ptr() if isinstance(mask, Tensor) else 0) for kind, mask in seen
         ]
-        if all(kind == STATES or seen_at == ready[kind].data_ptr() for kind, seen_at in pointers):
+        # the very tensor, not a copy that a layer was given in its place
+        if all(kind == STATES or at == prepared[kind].data_ptr() for kind, at in pointers):
             return by_kind
     raise parts.refusal(
         f"a mask prepared outside does not reach its layers unchanged ({reason}); rows of different"

@@ -167,8 +167,8 @@ class TokenMap:
         first_of = lengths.flatten().cumsum(0) - lengths.flatten()
         within = torch.arange(len(token), device=token.device) - first_of[token]
         skipped = opening.flatten()[token]
-        own = starts.flatten()[token] + within - skipped
-        place = torch.where(within < skipped, len(self.spelling_ids) + within, own)
+        in_spelling = starts.flatten()[token] + within - skipped
+        place = torch.where(within < skipped, len(self.spelling_ids) + within, in_spelling)
         row = token // width
         column = before.flatten()[token] + within
         out[row, column] = table[place]
@@ -220,10 +220,10 @@ def _shared(target: TokenBytes, draft: TokenBytes) -> dict[int, int]:
 
     Among tokens of the same bytes, byte tokens come last, and lower ids first.
     """
-    own = _by_bytes(target)
-    theirs = _by_bytes(draft)
-    both = own.keys() & theirs.keys()
-    shared = {a: b for text in both for a, b in zip(own[text], theirs[text])}
+    of_target = _by_bytes(target)
+    of_draft = _by_bytes(draft)
+    both = of_target.keys() & of_draft.keys()
+    shared = {a: b for text in both for a, b in zip(of_target[text], of_draft[text])}
     taken = set(shared.values())
     counterparts = {content: id for id, content in draft.added.items() if id not in taken}
     for id, content in target.added.items():

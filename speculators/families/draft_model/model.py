@@ -229,13 +229,13 @@ class DraftModel(TokenDrafter):
     def meet_tokenizers(
         self,
         of_target: Any,
-        own: Callable[[], Any] | None = None,
+        load: Callable[[], Any] | None = None,
         *,
         intersection: bool = False,
         where: str = "",
     ) -> None:
         """See `Drafter.meet_tokenizers`."""
-        self.tokenizer = of_target if own is None else own()
+        self.tokenizer = of_target if load is None else load()
         reason = same_vocabulary(of_target, self.tokenizer)
         if reason is None or self.token_map is not None:
             return
