@@ -256,10 +256,13 @@ def training(
         trainer = make_trainer(recipe, model, tokens, accelerator, folder)
         phases = Phases(device)
         phases.watch(trainer)
-        timed_step(trainer, phases, device)  # kernels are compiled
-        _, peak = with_peak_memory(lambda: timed_step(trainer, phases, device), device)
-        held = torch.cuda.memory_allocated() if device == "cuda" else 0
-        steps = [timed_step(trainer, phases, device) for _ in range(repeats)]
+        try:
+            timed_step(trainer, phases, device)  # kernels are compiled
+            held = torch.cuda.memory_allocated() if device == "cuda" else 0
+            _, peak = with_peak_memory(lambda: timed_step(trainer, phases, device), device)
+            steps = [timed_step(trainer, phases, device) for _ in range(repeats)]
+        finally:
+            trainer.target.close()  # its hooks on the model, which others use after it
         plan = make_stage(recipe, device=torch.device(device))
     by_phase = {name: median(parts[name] for _, parts in steps) for name in steps[0][1]}
     work = step_work(
