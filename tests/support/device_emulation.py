@@ -6,12 +6,16 @@ refuse, and count waits.
         with claimed_gpu.waits() as waits:              # Counter: kind of wait -> how often
             step(model)
 
+    with claimed_gpu.launches() as launches:            # Counter: operation -> how often
+        step(model)
+
 Refused as on a GPU: a host tensor among device tensors (0-dimensional ones excepted where torch
 makes an exception), an index on another device, `.numpy()`, pinning an expanded tensor; attention
 comes in the layout of CUDA's kernels. Counted: every place where the host
 waits for the device, because it reads a value or a size from it, or copies to it from memory that
-is not pinned. Not seen: kernels, their numerics, NCCL, CUDA graphs, streams (all work is done when
-it is launched), memory."""
+is not pinned; and the operations that it launches, forward and backward: torch's, of which a CPU
+decomposes some otherwise than a GPU, and without views and empty tensors. Not seen: kernels, their
+numerics, NCCL, CUDA graphs, streams (all work is done when it is launched), memory."""
 
 from __future__ import annotations
 
@@ -21,11 +25,12 @@ import traceback
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, resolve_name
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 DEVICE = torch.device("cuda", 0)
@@ -99,6 +104,9 @@ FREE = {
     "_has_compatible_shallow_copy_type",
 }
 MOVES = {Tensor.to, Tensor.cpu, Tensor.cuda}
+# operations that launch nothing, beside views
+NO_LAUNCH = {"empty", "empty_like", "empty_strided", "new_empty", "detach", "_unsafe_view"}
+NO_LAUNCH |= {"new_empty_strided", "lift_fresh", "is_same_size", "_reshape_alias", "is_pinned"}
 
 
 def _of_an_optimizer() -> bool:
@@ -115,7 +123,10 @@ class _Emulation:
     def __init__(self) -> None:
         self._counts: Counter[str] | None = None
         self.sites: Counter[str] = Counter()  # file:line of this project -> waits there
+        self.streams: _Streams | None = None
         self.in_engine = False  # autograd's, which passes bare tensors to a Function's backward
+        self._launched: Counter[str] | None = None
+        self._on_device = False  # the call of torch in progress is the device's
 
     @contextlib.contextmanager
     def waits(self) -> Iterator[Counter[str]]:
@@ -127,6 +138,35 @@ class _Emulation:
             yield self._counts
         finally:
             self._counts = before
+
+    @contextlib.contextmanager
+    def launches(self) -> Iterator[Counter[str]]:
+        """Operations that the device is asked for, and how often."""
+        before, self._launched = self._launched, Counter()
+        try:
+            with _Launches(self):
+                yield self._launched
+        finally:
+            self._launched = before
+
+    @contextlib.contextmanager
+    def one_launch(self, name: str) -> Iterator[None]:
+        """What runs inside stands for one kernel, or for one compiled function."""
+        before, self._launched = self._launched, None
+        try:
+            yield
+        finally:
+            self._launched = before
+            if before is not None:
+                before[name] += 1
+
+    def launched(self, func: Any) -> None:
+        """Counts an operation, if it is the device's."""
+        name = func.overloadpacket.__name__
+        if self._launched is None or func.is_view or name in NO_LAUNCH:
+            return
+        if self._on_device or self.in_engine:
+            self._launched[name] += 1
 
     def _wait(self, kind: str) -> None:
         if self._counts is None:
@@ -148,10 +188,7 @@ class _Emulation:
         if func is torch.autograd.grad:
             return self._grad(*args, **kwargs)
         if func is Tensor.pin_memory:
-            if any(size > 1 and not step for size, step in zip(first.shape, first.stride())):
-                raise RuntimeError("pin_memory: elements share memory; clone() the tensor before")
-            (copied := first.clone()).in_pinned_memory = True
-            return copied
+            return self._pin(first)
         if func in MOVES:
             return self._move(func, first, args, kwargs)
         expected = torch.device(kwargs["device"]) if kwargs.get("device") is not None else None
@@ -174,7 +211,8 @@ class _Emulation:
                     self._wait("size")
             elif name == "copy_":
                 self._copied(*args[:2])
-        out = self._bare_call(func, args, kwargs)
+        at_device = claimed or (expected is not None and expected.type == "cuda")
+        out = self._bare_call(func, args, kwargs, at_device)
         if claimed and func is nn.functional.scaled_dot_product_attention:
             out = out.transpose(1, 2).contiguous().transpose(1, 2)  # as CUDA's kernels lay it out
         if pinned and isinstance(out, Tensor):
@@ -189,9 +227,22 @@ class _Emulation:
             return _claim(out) if on_device else out
         return _claim_all(out) if claimed else out
 
-    def _bare_call(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **kwargs)
+    def _bare_call(
+        self, func: Any, args: tuple, kwargs: dict[str, Any], at_device: bool = False
+    ) -> Any:
+        before, self._on_device = self._on_device, self._on_device or at_device
+        try:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        finally:
+            self._on_device = before
+
+    def _pin(self, tensor: Tensor) -> Tensor:
+        if any(size > 1 and not step for size, step in zip(tensor.shape, tensor.stride())):
+            raise RuntimeError("pin_memory: elements share memory; clone() the tensor before")
+        copied = tensor.clone()
+        copied.in_pinned_memory = True
+        return copied
 
     def _copied(self, into: Tensor, source: Tensor) -> None:
         if isinstance(source, _Claiming):
@@ -297,10 +348,33 @@ class _Mode(TorchFunctionMode):
         return self.emulation.call(func, args, dict(kwargs or {}))
 
 
+class _Launches(TorchDispatchMode):
+    def __init__(self, emulation: _Emulation) -> None:
+        super().__init__()
+        self.emulation = emulation
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.emulation.launched(func)
+        return func(*args, **(kwargs or {}))
+
+
 class _Event:
     """Of a device on which everything is done at once; a stream too."""
 
+    log: ClassVar[list[tuple[str, Any, Any]]] = []  # what streams were asked for
+
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+    def wait_stream(self, other: _Event) -> None:
+        self.log.append(("wait_stream", self, other))
+
+    def wait_event(self, event: _Event) -> None:
+        self.log.append(("wait_event", self, event))
+
+    def record_event(self) -> _Event:
+        event = _Event()
+        self.log.append(("record_event", self, event))
+        return event
+
     def record(self, *args: Any) -> None: ...
     def synchronize(self) -> None: ...
     def query(self) -> bool:
@@ -332,6 +406,25 @@ def _apply_marked(
     return done
 
 
+class _Streams:
+    """The stream in use, and others beside it."""
+
+    def __init__(self) -> None:
+        self.main = _Event()
+        self.current = self.main
+
+    def current_stream(self, device: Any = None) -> _Event:
+        return self.current
+
+    @contextlib.contextmanager
+    def stream(self, stream: _Event) -> Iterator[None]:
+        before, self.current = self.current, stream
+        try:
+            yield
+        finally:
+            self.current = before
+
+
 @contextlib.contextmanager
 def claimed_gpu(patch: Any) -> Iterator[_Emulation]:
     """The emulation, until the block ends. `patch`: pytest's monkeypatch."""
@@ -340,9 +433,16 @@ def claimed_gpu(patch: Any) -> Iterator[_Emulation]:
     patch.setattr(
         nn.Module, "_apply", lambda m, f, *a, **k: _apply_marked(m, f, *a, original=original, **k)
     )
+    emulation.streams = _Streams()
+    patch.setattr(_Event, "log", [])
+    patch.setattr(
+        Tensor, "record_stream", lambda t, stream: _Event.log.append(("record_stream", stream, t))
+    )
     cuda = {
         "Event": _Event,
-        "current_stream": _Event,
+        "Stream": _Event,
+        "current_stream": emulation.streams.current_stream,
+        "stream": emulation.streams.stream,
         "device_count": lambda *a: 1,
         "mem_get_info": lambda *a: (1 << 40, 1 << 40),
         "get_rng_state": lambda *a: torch.get_rng_state(),
@@ -365,6 +465,9 @@ def claimed_gpu(patch: Any) -> Iterator[_Emulation]:
     plain = {"__new__": lambda cls, device=None: generator()}
     patch.setattr(torch, "Generator", type("Generator", (), plain))
     patch.setattr(torch.nn.utils.clip_grad, "_group_tensors_by_device_and_dtype", _grouped)
+    known = torch.utils._foreach_utils._foreach_supported_types
+    claiming = [*known, _Claiming, _ClaimingParameter]
+    patch.setattr(torch.utils._foreach_utils, "_foreach_supported_types", claiming)
     # the claimed device is lost among what is saved
     checks = torch.utils.checkpoint._allowed_determinism_checks_to_fns
     patch.setitem(checks, "default", lambda tensor: None)

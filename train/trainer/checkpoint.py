@@ -26,7 +26,7 @@ from draftsmith.speculators.export import fresh_folder
 from draftsmith.train.data.packing import PackedRow
 from draftsmith.train.recipe.recipe import Recipe
 from draftsmith.train.trainer.optimizers import load_optimizer_state
-from draftsmith.train.trainer.parallel import Replicated
+from draftsmith.train.trainer.parallel import Replica
 
 
 @dataclass
@@ -168,7 +168,7 @@ def read_tensors(folder: Path, with_adapter: bool = False) -> dict[str, Any]:
 
 def load_tensors(
     saved: Mapping[str, Any],
-    replica: Replicated,
+    replica: Replica,
     optimizers: Sequence[torch.optim.Optimizer],
     modules: nn.Module,
     adapter: nn.Module | None = None,

@@ -27,6 +27,8 @@ from draftsmith.speculators.errors import CheckpointError
 from draftsmith.train.recipe.sections import RunTraining
 
 BETAS = (0.9, 0.95)
+# Numbers in the matrices that Muon steps together; larger ones keep a device busy alone.
+BATCH = 1 << 24
 
 
 def muon_matrices(drafter: Drafter) -> list[nn.Parameter]:
@@ -70,8 +72,8 @@ def param_groups(optimizers: Sequence[torch.optim.Optimizer]) -> list[dict[str, 
 
 class Muon(torch.optim.Muon):
     """torch's Muon, whose step does nothing where `found_inf` [] is 1, without waiting for the
-    device: the protocol of fused AdamW and of GradScaler. None: the step is taken. Shards may be
-    of any shape, and fewer rows than processes."""
+    device: the protocol of fused AdamW and of GradScaler. None: the step is taken. Small matrices
+    of one shape are stepped together. Shards may be of any shape, and fewer rows than processes."""
 
     found_inf: Tensor | None = None
 
@@ -79,46 +81,89 @@ class Muon(torch.optim.Muon):
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # nobody has a closure
         """One step of every matrix."""
         for group in self.param_groups:
-            for p in group["params"]:
-                self._step_matrix(p, group)
+            for parameters in in_batches(group["params"]):
+                self._step_batch(parameters, group)
 
-    def _step_matrix(self, p: Tensor, group: dict[str, Any]) -> None:
-        """The momentum stands in for a gradient that is not finite: their mean is the momentum as
-        it was, and the update that follows is finite. It is then multiplied with 0."""
-        assert p.grad is not None, "the loop fills every gradient"
-        state = self.state[p]
+    def _step_batch(self, parameters: Sequence[Tensor], group: dict[str, Any]) -> None:
+        """One step of matrices of one shape. The momentum stands in for a gradient that is not
+        finite: their mean is the momentum as it was, and the update that follows is finite. It is
+        then multiplied with 0."""
+        buffers = [self._momentum(p) for p in parameters]
+        buffer = stacked(buffers)
+        gradient = stacked([_gradient(p) for p in parameters])
         momentum = group["momentum"]
-        if "momentum_buffer" not in state:
-            state["momentum_buffer"] = torch.zeros_like(p)
-        buffer: Tensor = state["momentum_buffer"]
-        gradient: Tensor = p.grad
         taken: Tensor | float = 1.0
         if self.found_inf is not None:
             gradient = torch.where(self.found_inf > 0, buffer, gradient)
             taken = 1 - self.found_inf
         buffer.lerp_(gradient, 1 - momentum)
-        update = orthogonalised(gradient.lerp(buffer, momentum))
-        if isinstance(p, DTensor) and isinstance(update, DTensor):
-            update = update.redistribute(placements=p.placements)
-        p.mul_(1 - taken * (group["lr"] * group["weight_decay"]))
-        rate = group["lr"] * math.sqrt(max(1, p.shape[0] / p.shape[1]))
-        p.add_(update * taken, alpha=-rate)
+        update = orthogonalised(gradient.lerp(buffer, momentum)) * taken
+        rows, columns = parameters[0].shape
+        rate = group["lr"] * math.sqrt(max(1, rows / columns))
+        decay = 1 - taken * (group["lr"] * group["weight_decay"])
+        if len(parameters) == 1:
+            _apply(parameters[0], update, decay, rate)
+            return
+        torch._foreach_copy_(buffers, list(buffer.unbind()))
+        torch._foreach_mul_(parameters, decay)
+        updates = update.to(parameters[0].dtype).unbind()
+        torch._foreach_add_(parameters, list(updates), alpha=-rate)
+
+    def _momentum(self, p: Tensor) -> Tensor:
+        """Of a matrix, zeros before its first step."""
+        state = self.state[p]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(p)
+        return state["momentum_buffer"]
+
+
+def in_batches(matrices: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Matrices that are stepped together: small ones of one shape and dtype. Shards stand alone."""
+    batches: list[list[Tensor]] = []
+    open_batches: dict[Any, list[Tensor]] = {}  # those that may still grow
+    for p in matrices:
+        key = (p.shape, p.dtype)
+        batch = open_batches.get(key)
+        if batch is None or isinstance(p, DTensor) or (len(batch) + 1) * p.numel() > BATCH:
+            batch = []
+            batches.append(batch)
+            open_batches[key] = batch
+        batch.append(p)
+    return batches
+
+
+def stacked(tensors: Sequence[Tensor]) -> Tensor:
+    """[A, B] of one tensor, the same; [n, A, B] of several, a copy."""
+    return tensors[0] if len(tensors) == 1 else torch.stack(list(tensors))
+
+
+def _gradient(p: Tensor) -> Tensor:
+    assert p.grad is not None, "the loop fills every gradient"
+    return p.grad
+
+
+def _apply(p: Tensor, update: Tensor, decay: Tensor | float, rate: float) -> None:
+    if isinstance(p, DTensor) and isinstance(update, DTensor):
+        update = update.redistribute(placements=p.placements)
+    p.mul_(decay)
+    p.add_(update, alpha=-rate)
 
 
 def orthogonalised(matrix: Tensor) -> Tensor:
-    """[A, B] -> [A, B] in bfloat16, with the same singular vectors and singular values near 1: five
-    Newton-Schulz iterations (Jordan et al., as in torch.optim.Muon, which keeps them private)."""
-    tall = matrix.shape[0] > matrix.shape[1]
+    """[A, B] or [n, A, B] -> the same shape in bfloat16, with the same singular vectors and
+    singular values near 1: five Newton-Schulz iterations (Jordan et al., as in torch.optim.Muon,
+    which keeps them private)."""
+    tall = matrix.shape[-2] > matrix.shape[-1]
+    add_product = torch.addmm if matrix.ndim == 2 else torch.baddbmm
     x = matrix.bfloat16()
     if tall:
-        x = x.T
-    x = x / x.norm().clamp(min=1e-7)
+        x = x.mT
+    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
     for _ in range(5):
-        gram = x @ x.T
-        x = torch.addmm(
-            x, torch.addmm(gram, gram, gram, beta=-4.7750, alpha=2.0315), x, beta=3.4445
-        )
-    return x.T if tall else x
+        gram = x @ x.mT
+        polynomial = add_product(gram, gram, gram, beta=-4.7750, alpha=2.0315)
+        x = add_product(x, polynomial, x, beta=3.4445)
+    return x.mT if tall else x
 
 
 def step_if_finite(optimizers: Sequence[torch.optim.Optimizer], norm: Tensor) -> None:

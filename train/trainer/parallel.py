@@ -2,8 +2,9 @@
 optimizer state.
 
 The loss of a step is divided by counts over all processes, so that gradients are *summed*: what one
-process would have computed. The configuration of `accelerate launch` says whether the drafter is
-sharded (`fsdp_version: 2`). The whole drafter is evaluated and saved."""
+process would have computed. They are summed in buckets while the backward pass goes on, by torch's
+DistributedDataParallel or FSDP2. The configuration of `accelerate launch` says whether the drafter
+is sharded (`fsdp_version: 2`). The whole drafter is evaluated and saved."""
 
 from __future__ import annotations
 
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
+from typing_extensions import override
 
 from draftsmith.speculators.drafter import Drafter
 from draftsmith.speculators.errors import ConfigError
@@ -38,8 +40,9 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-class Replicated:
-    """Every process holds the whole drafter. `module` is what trains, `drafter` the same, whole."""
+class Replica:
+    """What one process holds of the drafter: all of it, without others. `module` is what trains,
+    `drafter` the same, whole."""
 
     def __init__(self, accelerator: Accelerator, drafter: Drafter) -> None:
         self.accelerator = accelerator
@@ -47,16 +50,15 @@ class Replicated:
         self.module = drafter
 
     def run(self, work: Callable[[], Result], last: bool) -> Result:
-        """`work()`, a forward of one micro-step; `last`: of the step."""
+        """`work()`, a forward of one micro-step. In the backward pass of the step's `last`,
+        gradients are summed over processes."""
         return work()
 
-    def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Sums gradients over processes. A head has gradients once per step, after its last
-        micro-step, so that there is no computation to overlap it with."""
-        fill_gradients(parameters)
-        if self.accelerator.num_processes > 1:
-            for p in parameters:
-                p.grad = self.accelerator.reduce(p.grad, "sum")
+    def fill_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Zeros where a parameter has no gradient in any process, after the last backward pass."""
+        for p in parameters:
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
 
     @contextmanager
     def whole(self) -> Iterator[Drafter]:
@@ -68,7 +70,49 @@ class Replicated:
         self.drafter.load_state_dict(state, strict=True)
 
 
-class Sharded(Replicated):
+class _Work(nn.Module):
+    """A forward that is passed in, with the parameters that it trains: what DDP wraps."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        super().__init__()
+        self.trained = nn.ParameterList(parameters)
+
+    @override
+    def forward(self, work: Callable[[], Result]) -> Result:
+        return work()
+
+
+class Replicated(Replica):
+    """Every process holds the whole drafter, and `others`: parameters that train beside it."""
+
+    def __init__(
+        self, accelerator: Accelerator, drafter: Drafter, others: Sequence[nn.Parameter]
+    ) -> None:
+        super().__init__(accelerator, drafter)
+        self.reduced = nn.parallel.DistributedDataParallel(
+            _Work([*drafter.trainable_parameters(), *others]),
+            init_sync=False,  # `make_replica` did it
+            # a batch may have no term of a depth, and not every loss reads every parameter
+            find_unused_parameters=True,
+            gradient_as_bucket_view=True,
+        )
+        self.reduced.register_comm_hook(None, _sum_bucket)
+
+    @override
+    def run(self, work: Callable[[], Result], last: bool) -> Result:
+        """What `work` returns."""
+        self.reduced.require_backward_grad_sync = last
+        return self.reduced(work)
+
+
+def _sum_bucket(state, bucket):  # DDP refuses annotations that are text, as they are here
+    """A future of the sum over processes of `bucket` (torch.distributed.GradBucket), where DDP's
+    own reduction is a mean."""
+    work = torch.distributed.all_reduce(bucket.buffer(), async_op=True)
+    return work.get_future().then(lambda future: future.value()[0])
+
+
+class Sharded(Replica):
     """`module` is a copy of the drafter under FSDP2: between steps every process holds its part of
     every parameter.
 
@@ -99,10 +143,6 @@ class Sharded(Replicated):
         root.set_reshard_after_backward(last)
         return self.module(work)
 
-    def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
-        """FSDP has summed them in the last backward."""
-        fill_gradients(parameters)
-
     @contextmanager
     def whole(self) -> Iterator[Drafter]:
         """The drafter with whole weights, which all processes gather together; on the device
@@ -123,16 +163,9 @@ class Sharded(Replicated):
         set_model_state_dict(self.module, state, options=StateDictOptions(full_state_dict=True))
 
 
-def fill_gradients(parameters: Sequence[nn.Parameter]) -> None:
-    """Zeros where a parameter has no gradient, so that all processes sum the same tensors."""
-    for p in parameters:
-        if p.grad is None:
-            p.grad = torch.zeros_like(p)
-
-
 def make_replica(
     accelerator: Accelerator, drafter: Drafter, others: Sequence[nn.Parameter] = ()
-) -> Replicated:
+) -> Replica:
     """The drafter, replicated or sharded as the launch configuration says, with the weights of the
     first process. `others`: parameters trained beside it (a target's adapter), likewise."""
     sharded = wants_shards(accelerator)
@@ -146,7 +179,11 @@ def make_replica(
         with torch.no_grad():
             for tensor in (*drafter.state_dict().values(), *others):
                 tensor.copy_(broadcast(tensor.detach().clone()))
-    return Sharded(accelerator, drafter) if sharded else Replicated(accelerator, drafter)
+    if sharded:
+        return Sharded(accelerator, drafter)
+    if accelerator.num_processes > 1:
+        return Replicated(accelerator, drafter, others)
+    return Replica(accelerator, drafter)
 
 
 def shard_over_processes(accelerator: Accelerator, target: FrozenTarget, sharding: str) -> None:

@@ -18,8 +18,8 @@ GIB = 2**30
 
 class Telemetry:
     """The costs of one process, in these phases: data (which rows; on-policy texts written for
-    them), target (its features), drafter (unroll, loss and backward, the target's logits among it),
-    optimizer (gradients summed over processes, and the step)."""
+    them), target (its features), drafter (unroll, loss and backward, among it the target's logits
+    and the sums of gradients over processes), optimizer (its step)."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

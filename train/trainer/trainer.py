@@ -388,10 +388,9 @@ class Trainer:
         return replace(features, seeds=batch.seeds)
 
     def _update(self, rate: float) -> Tensor:
-        """The optimizer's step at a learning rate, after gradients are summed over processes and
-        clipped. Returns their norm before clipping; if it is not finite, no weight changes."""
-        with self.telemetry.phase("optimizer"):
-            self.replica.sum_gradients(self.parameters)
+        """The optimizer's step at a learning rate, after gradients are clipped. Returns their norm
+        before clipping; if it is not finite, no weight changes."""
+        self.replica.fill_gradients(self.parameters)
         norm = whole(torch.nn.utils.clip_grad_norm_(self.parameters, self.training.max_grad_norm))
         for group in param_groups(self.optimizers):
             group["lr"] = group["peak_lr"] * rate / self.training.learning_rate

@@ -102,14 +102,14 @@ def test_the_warm_up_rises_and_never_passes_the_peak(total_steps):
 
 def overflow(trainer: Trainer, monkeypatch, *steps: int) -> None:
     """One element of one gradient is infinite in each of these steps."""
-    real = trainer.replica.sum_gradients
+    real = trainer.replica.fill_gradients
 
     def summed(parameters):
         real(parameters)
         if trainer.state.step + 1 in steps:
             parameters[0].grad.view(-1)[0] = float("inf")
 
-    monkeypatch.setattr(trainer.replica, "sum_gradients", summed)
+    monkeypatch.setattr(trainer.replica, "fill_gradients", summed)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])

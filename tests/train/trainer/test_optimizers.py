@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from draftsmith.train.trainer import optimizers
 from draftsmith.train.trainer.optimizers import Muon, param_groups, set_found_inf
 from tests.support.training import make_recipe, make_trainer
 
@@ -31,20 +32,48 @@ def test_muon_leaves_rows_and_columns_to_adamw(tiny_model, tmp_path):
 
 
 def test_muon_steps_as_torchs_does():
-    """Where no step is left out; in its precision, which is bfloat16 within a step."""
+    """Where no step is left out; in its precision, which is bfloat16 within a step. Matrices of one
+    shape, which are stepped together, included."""
     torch.manual_seed(0)
-    for shape in ((4, 8), (8, 4), (64, 32)):
-        weights = [torch.nn.Parameter(torch.ones(shape)) for _ in range(2)]
-        settings = {"lr": 0.02, "momentum": 0.95, "weight_decay": 0.1}
-        optimizers = [torch.optim.Muon(weights[:1], **settings), Muon(weights[1:], **settings)]
-        for _ in range(3):
-            gradient = torch.randn(shape)
-            for weight in weights:
+    shapes = ((4, 8), (8, 4), (4, 8), (64, 32), (4, 8), (64, 32))
+    settings = {"lr": 0.02, "momentum": 0.95, "weight_decay": 0.1}
+    theirs, ours = ([torch.nn.Parameter(torch.ones(shape)) for shape in shapes] for _ in range(2))
+    both = [torch.optim.Muon(theirs, **settings), Muon(ours, **settings)]
+    for _ in range(3):
+        for pair in zip(theirs, ours, strict=True):
+            gradient = torch.randn(pair[0].shape)
+            for weight in pair:
                 weight.grad = gradient.clone()
-            set_found_inf(optimizers[1], torch.tensor(True))
-            for optimizer in optimizers:
-                optimizer.step()
-        torch.testing.assert_close(weights[1], weights[0], atol=1e-5, rtol=0)
+        set_found_inf(both[1], torch.tensor(True))
+        for optimizer in both:
+            optimizer.step()
+    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
+
+
+def test_muon_leaves_matrices_of_one_shape_as_they_are_where_a_gradient_is_not_finite():
+    torch.manual_seed(0)
+    weights = [torch.nn.Parameter(torch.randn(4, 8)) for _ in range(3)]
+    muon = Muon(weights, lr=0.02, momentum=0.95, weight_decay=0.1)
+    for finite in (True, False):
+        for weight in weights:
+            weight.grad = torch.randn(4, 8)
+        if not finite:
+            weights[1].grad[0, 0] = torch.nan
+        before = [w.detach().clone() for w in weights]
+        momenta = [state["momentum_buffer"].clone() for state in muon.state.values()]
+        set_found_inf(muon, torch.tensor(finite))
+        muon.step()
+        changed = [not torch.equal(w, old) for w, old in zip(weights, before, strict=True)]
+        assert changed == [finite] * 3
+    after = [state["momentum_buffer"] for state in muon.state.values()]
+    torch.testing.assert_close(after, momenta, atol=1e-6, rtol=1e-6)
+
+
+def test_muon_steps_small_matrices_of_one_shape_together(monkeypatch):
+    monkeypatch.setattr(optimizers, "BATCH", 64)
+    matrices = [torch.zeros(shape) for shape in ((4, 8), (8, 4), (4, 8), (4, 8), (16, 16))]
+    batches = [[list(p.shape) for p in batch] for batch in optimizers.in_batches(matrices)]
+    assert batches == [[[4, 8], [4, 8]], [[8, 4]], [[4, 8]], [[16, 16]]]
 
 
 def test_every_group_follows_the_schedule_from_its_own_peak(tiny_model, tmp_path):
