@@ -17,6 +17,7 @@ from torch import Tensor
 
 from draftsmith.speculators.precision import on_host, to_device
 from draftsmith.speculators.target.frozen_target import FrozenTarget, TargetFeatures
+from draftsmith.speculators.target.sharding import is_sharded
 from draftsmith.train.data.packing import PackedRow, collate
 from draftsmith.train.features.cache import FeatureCache, Payload, texts_of
 
@@ -30,6 +31,7 @@ class FeatureSource(ABC):
     `waits`, and has `fetch` and `states`. Errors of `fetch` are raised where the row is used."""
 
     waits: ClassVar[bool]  # `fetch` waits for a disk or a network, and is worth beginning early
+    overlaps: bool = False  # `of` and `states` may run on a stream of their own
     readers: int = 1  # rows that `fetch` is called for at once, at most, ahead of their step
 
     @property
@@ -80,6 +82,8 @@ class InProcess(FeatureSource):
 
     def __init__(self, target: FrozenTarget) -> None:
         self.target = target
+        # collectives of shards have streams of their own, which follow the one in use
+        self.overlaps = not is_sharded(target)
 
     @property
     def device(self) -> torch.device:

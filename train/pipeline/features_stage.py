@@ -88,7 +88,14 @@ def training_features(
             )
     keep_bytes = recipe.training.keep_features_gb * 2**30
     pad = data.tokenizer.tokenizer.pad_token_id or 0
-    return RowFeatures(source, data.rows, pad_token_id=pad, keep_bytes=keep_bytes)
+    return RowFeatures(
+        source,
+        data.rows,
+        pad_token_id=pad,
+        keep_bytes=keep_bytes,
+        on_host=recipe.training.keep_features_on == "host",
+        overlaps=recipe.features.overlap,
+    )
 
 
 def _fill_together(

@@ -115,6 +115,20 @@ class StagePlan:
         return fits or self.recipe.features.mode == "cache"
 
     @property
+    def kept_on_device(self) -> int:
+        """Bytes of features that stay on the device between epochs."""
+        t = self.recipe.training
+        return int(t.keep_features_gb * 2**30) if t.keep_features_on == "device" else 0
+
+    @property
+    def overlaps(self) -> bool:
+        """True if the target computes the features of the next rows while the head trains."""
+        features = self.recipe.features
+        here = features.mode == "online" and not features.endpoints and self.recipe.joint is None
+        streams = self.device.type == "cuda" and self.recipe.target.sharding == "none"
+        return features.overlap and here and streams
+
+    @property
     def steps(self) -> int | None:
         """Optimizer steps; None: the budget is minutes, or epochs of data that nobody counted."""
         t = self.recipe.training
@@ -282,7 +296,8 @@ class StagePlan:
             "features": rows * self.feature_bytes,
             "activations": unit * layers,
             "logits of a loss chunk": 3 * 4 * chunk * vocabulary,
-            "features kept between epochs": int(recipe.training.keep_features_gb * 2**30),
+            "features of the next rows": rows * self.feature_bytes if self.overlaps else 0,
+            "features kept between epochs": self.kept_on_device,
             "runtime and libraries": round(CONTEXT) if self.device.type == "cuda" else 0,
         }
 

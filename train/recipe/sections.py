@@ -137,6 +137,9 @@ class TrainingSection(Section):
     kept"""
     keep_features_gb: float = Field(0.0, ge=0)
     """memory for features of training rows, which later epochs then read; 0: none"""
+    keep_features_on: Literal["device", "host"] = "device"
+    """where that memory is: the device's, or the host's, from which rows are copied as they are
+    needed"""
     activation_checkpointing: bool = False
     """compute each depth again in the backward pass; for long rows"""
 
@@ -374,6 +377,9 @@ class FeaturesSection(Section):
 
     mode: Literal["online", "cache"] = "online"
     """online: computed when a step needs them; cache: written to disk once, then read"""
+    overlap: bool = True
+    """on CUDA, those that are computed here are computed on a second stream, while the head trains
+    on the rows before; holds the features of one more micro-step"""
     encoding: Literal["exact", "bf16", "rotated"] = "bf16"
     """how states are written; exact: in the target's dtype, rotated: a quarter of bf16;
     docs/training.md has sizes and losses"""

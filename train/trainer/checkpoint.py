@@ -245,7 +245,7 @@ def fingerprint(recipe: Recipe, target_hash: str, before: str, data_hash: str) -
         **dict.fromkeys(NOT_IN_FINGERPRINT, True),
         "regenerate": {"endpoints"},  # who writes, not what
         # how numbers are computed or shown, not what they are
-        "training": {"activation_checkpointing", "save_minutes"},
+        "training": {"activation_checkpointing", "keep_features_on", "save_minutes"},
         "target": {"sharding"},
         # a limit, and who tokenises; `data_hash` is of the rows that are left
         "data": {"max_bad_row_share", "num_proc"},

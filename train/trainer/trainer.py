@@ -219,7 +219,7 @@ class Trainer:
                 if self.state.history:
                     advance(self.share, self._note(self.state.history[-1]))
         finally:
-            self.features.ahead.close()
+            self.features.forget_ahead()
             for number, handler in before.items():
                 signal.signal(number, handler)
         with self.replica.whole():  # which leaves the whole drafter with its last weights
@@ -376,6 +376,10 @@ class Trainer:
                 features = self._features(batch)
             self._read_ahead(step + 1, following[number])
             last = batch is batches[-1]
+            if last:
+                self._compute_ahead(step + 1, following[0])
+            else:
+                self._compute_ahead(step, batches[number + 1].micro)
             measured.append(self._micro_step(features, row_weights, supervised, last=last))
         return measured
 
@@ -516,12 +520,22 @@ class Trainer:
             return self.features, [self.order[place] for place in micro.places]
 
     def _read_ahead(self, step: int, micro: MicroStep) -> None:
-        """Begins to read the features of a micro-step of the data, unless the training ends before
-        it. Each is begun when one was taken, so that no more than a step's rows wait."""
-        if self.total_steps is not None and step >= self.total_steps:
-            return
-        if self.on_policy is None or not self.on_policy.wants(step, micro.number):
+        """Begins to read the features of a micro-step. Each is begun when one was taken, so that no
+        more than a step's rows wait."""
+        if self._reads_data(step, micro):
             self.features.begin([self.order[place] for place in micro.places])
+
+    def _compute_ahead(self, step: int, micro: MicroStep) -> None:
+        """Computes the features of the next micro-step beside the head's work on this one."""
+        if self.joint is None and self._reads_data(step, micro):
+            self.features.compute_ahead([self.order[place] for place in micro.places])
+
+    def _reads_data(self, step: int, micro: MicroStep) -> bool:
+        """True if a micro-step of a step learns from rows of the data; False if the training ends
+        before it, or it learns from text written on-policy."""
+        if self.total_steps is not None and step >= self.total_steps:
+            return False
+        return self.on_policy is None or not self.on_policy.wants(step, micro.number)
 
     def modules(self) -> torch.nn.ModuleDict:
         """All that trains, under the names of checkpoints."""

@@ -24,6 +24,7 @@ from tests.support.training import make_recipe, make_rows
 # Fields of the sections in the fingerprint that shape no training.
 EXCEPTIONS = {"regenerate.endpoints", "target.sharding"}
 EXCEPTIONS |= {"training.activation_checkpointing", "training.save_minutes"}
+EXCEPTIONS |= {"training.keep_features_on"}
 EXCEPTIONS |= {"data.max_bad_row_share", "data.num_proc"}
 
 
