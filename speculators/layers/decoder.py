@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 from transformers.models.llama.configuration_llama import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, rotate_half
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from typing_extensions import override
 
 from draftsmith.speculators.config import DecoderConfig
@@ -230,8 +230,11 @@ def at_slots(x: Tensor, slots: Tensor) -> Tensor:
 
 def _rotated(x: Tensor, rotary: Rotary) -> Tensor:
     """x [B, heads, T, d] by the angles of its positions, cos and sin [B, T, d]."""
-    cos, sin = (part.unsqueeze(1) for part in rotary)
-    return torch.addcmul(x * cos, rotate_half(x), sin)
+    cos = rotary[0].unsqueeze(1)
+    sin = rotary[1].unsqueeze(1)
+    first, second = x.chunk(2, dim=-1)
+    turned = torch.cat((-second, first), dim=-1)
+    return torch.addcmul(x * cos, turned, sin)
 
 
 def _llama_config(config: DecoderConfig) -> LlamaConfig:
