@@ -66,8 +66,8 @@ def greedy_chain(drafter: Any, depth: int, *, reads_tokens: bool) -> Step:
     `depth` best drafts [R, depth]."""
 
     def extend(rows: StaticRows, token_ids: Tensor, state: Tensor | None) -> Tensor:
-        given = (drafter._known(token_ids),) if reads_tokens else (token_ids, state)
-        return drafter._extend(rows, 0, rows.num_rows, *given)
+        inputs = (token_ids,) if reads_tokens else (token_ids, state)
+        return drafter.extend(rows, 0, rows.num_rows, *inputs)
 
     def step(rows: StaticRows, counts: Tensor, token_ids: Tensor, *features: Tensor) -> Outputs:
         state = None

@@ -186,7 +186,7 @@ class ChainDrafter(Drafter):
         with inputs.drafting() as lengths:
             token_ids = yield DraftLogits(self.head(state[:, 0]))
             for _ in range(k - 1):
-                state = self._extend(cache, start, stop, token_ids[:, None], state)
+                state = self.extend(cache, start, stop, token_ids[:, None], state)
                 inputs.advance([1] * len(lengths))
                 token_ids = yield DraftLogits(self.head(state[:, 0]))
 
@@ -203,7 +203,7 @@ class ChainDrafter(Drafter):
                 position_ids = on_device(base, states.device)[:, None] + depth
                 placed = (position_ids.expand_as(level.token_ids), mask)
                 parents = level.of_parents(states)
-                states = self._extend(cache, start, stop, level.token_ids, parents, placed=placed)
+                states = self.extend(cache, start, stop, level.token_ids, parents, placed=placed)
                 depth += 1
                 inputs.advance([level.token_ids.shape[1]] * len(base))
 
@@ -211,11 +211,11 @@ class ChainDrafter(Drafter):
         """Appends each row's slots; the newest's state [b, 1, H], unless `queries` is empty."""
         state = self.first_state(inputs.taps, inputs.last_hidden)
         rows = (inputs.cache, inputs.start, inputs.stop)
-        states = self._extend(*rows, inputs.token_ids, state, queries)
+        states = self.extend(*rows, inputs.token_ids, state, queries)
         inputs.advance(inputs.counts)
         return states if states.shape[1] <= 1 else inputs.newest(states)[:, None]
 
-    def _extend(
+    def extend(
         self,
         cache,
         start: int,
@@ -244,7 +244,7 @@ class ChainDrafter(Drafter):
     def _in_window(
         self, lengths: Sequence[int] | None, position_ids: Tensor, mask: Tensor | None
     ) -> tuple[Tensor | None, int]:
-        """What `_extend` masks within the window, and the first key that any row reads. `lengths`:
+        """What `extend` masks within the window, and the first key that any row reads. `lengths`:
         of the rows before it; None: not known here, or the slots are those of a tree."""
         window = self.window
         M = position_ids.shape[1]

@@ -142,7 +142,7 @@ class PEagle(Eagle3):
         ids = ids.masked_fill(~known, self.config.mask_token_id)
         state = nn.functional.pad(self.first_state(inputs.taps, None), (0, 0, 0, k - 1))
         state = torch.where(known[..., None], state, self._unknown())
-        states = self._extend(inputs.cache, inputs.start, inputs.stop, ids, state)
+        states = self.extend(inputs.cache, inputs.start, inputs.stop, ids, state)
         inputs.advance(inputs.counts)
         slots = true - 1 + torch.arange(k, device=ids.device)  # [b, k]
         chosen = states.gather(1, slots[..., None].expand(-1, -1, states.shape[-1]))

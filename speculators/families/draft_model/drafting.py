@@ -61,7 +61,7 @@ class TokenDrafter(Drafter):
         start = inputs.start
         stop = inputs.stop
         ids, counts = self._spelt(inputs.token_ids, inputs.counts, cache.lengths[start:stop])
-        states = self._extend(cache, start, stop, ids)
+        states = self.extend(cache, start, stop, ids)
         inputs.advance(counts)
         return self._newest(cache, start, stop, states, counts)
 
@@ -77,7 +77,7 @@ class TokenDrafter(Drafter):
             token_ids = yield DraftLogits(self.head(state))
             for _ in range(k - 1):
                 ids, _ = self._spelt(token_ids[:, None], one_each, lengths)
-                state = self._extend(cache, start, stop, ids)[:, 0]
+                state = self.extend(cache, start, stop, ids)[:, 0]
                 inputs.advance(one_each)
                 token_ids = yield DraftLogits(self.head(state))
 
@@ -95,7 +95,7 @@ class TokenDrafter(Drafter):
                 width = level.token_ids.shape[1]
                 depths = torch.cat([depths, depths.new_full((len(base), width), depth)], dim=1)
                 tree = TreePlaces(depths, level.visible, base)
-                states = self._run(cache, start, self._known(level.token_ids), tree)
+                states = self._run(cache, start, level.token_ids, tree)
                 inputs.advance([width] * len(base))
                 depth += 1
 
@@ -104,6 +104,7 @@ class TokenDrafter(Drafter):
     ) -> Tensor:
         """Own token ids [b, M] in rows start, start + 1, … -> states [b, M, D]."""
         forward = self._fast_forward or self.runner
+        token_ids = self._known(token_ids)
         return run_rows(
             forward, cache, start, token_ids, max_positions=self.max_positions, tree=tree
         )[1]
@@ -113,14 +114,15 @@ class TokenDrafter(Drafter):
     ) -> tuple[Tensor, Sequence[int]]:
         """counts [b] target tokens, behind `before` [b] own ones -> own ids [b, M'], counts."""
         if self.token_map is None:
-            return self._known(token_ids), counts
+            return token_ids, counts
         numbers = on_device(list(counts), token_ids.device)
         empty = on_device([n == 0 for n in before], token_ids.device, torch.bool)
         ids, lengths = self.token_map.spell_rows(token_ids, numbers, empty)
         return ids, lengths.tolist()
 
-    def _extend(self, cache, start: int, stop: int, token_ids: Tensor) -> Tensor:
-        """One pass over M new tokens per row, at each row's own length: states [b, M, D]."""
+    def extend(self, cache, start: int, stop: int, token_ids: Tensor) -> Tensor:
+        """One pass over M new tokens of its own per row, written at each row's own length: states
+        [b, M, D]. Without a token map these are the target's tokens."""
         states = self._run(cache, start, token_ids)
         if self.token_map is not None:
             # A target token may be spelt by nothing: the state before it is asked for then.
