@@ -67,7 +67,8 @@ def make_trainer(
     drafter = family_class(recipe.family)(config).attach(target).to(accelerator.device)
     drafter.initialise_from(target, recipe.drafter)
     packed = pack(rows, recipe.data.max_length)
-    features = RowFeatures(InProcess(target), packed)
+    # one after the other, so that a phase is timed alone
+    features = RowFeatures(InProcess(target), packed, overlaps=False)
     return Trainer(recipe, target, drafter, features, accelerator=accelerator, folder=folder)
 
 
