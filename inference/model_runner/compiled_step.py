@@ -99,8 +99,9 @@ class CachedStep(nn.Module):
             full[:rows, :width] = x
         try:
             torch.compiler.cudagraph_mark_step_begin()  # it writes over the outputs of the last one
-            with torch._dynamo.config.patch(recompile_limit=MOST_GRAPHS):
+            with torch.compiler.config.patch(recompile_limit=MOST_GRAPHS):  # type: ignore[attr-defined]
                 outputs = self._compiled(on_device(placed, padded[0].device), shape.keys, *padded)
+        # torch has no public name for it
         except torch._dynamo.exc.TorchDynamoException as error:
             raise ConfigError(
                 f"enforce_eager=False: rounds cannot be compiled: {error}. Set enforce_eager=True",
