@@ -72,7 +72,8 @@ class RaggedCache:
 
         None where plain causal attention says the same: rows of equal length that either add one
         token or are empty."""
-        lengths, T = self.lengths[start:stop], num_new_tokens
+        lengths = self.lengths[start:stop]
+        T = num_new_tokens
         longest = max(lengths)
         if (T == 1 or longest == 0) and min(lengths) == longest:
             return None
@@ -99,7 +100,8 @@ class RaggedCache:
 
     def position_ids(self, start: int, stop: int, num_new_tokens: int) -> Tensor:
         """[b, T]: each row's own positions, length_b … length_b + T - 1."""
-        lengths, T = self.lengths[start:stop], num_new_tokens
+        lengths = self.lengths[start:stop]
+        T = num_new_tokens
         self.reserve(start, stop, T)
         if len(lengths) == 1:
             return self._arange[lengths[0] : lengths[0] + T][None]
@@ -295,7 +297,8 @@ class RaggedView(CacheView):
     ) -> tuple[Tensor, Tensor]:
         """Writes key/value [b, kv_heads, T, head_dim] at each row's length; returns views [b,
         kv_heads, S, …]."""
-        rows, T = key_states.shape[0], key_states.shape[2]
+        rows = key_states.shape[0]
+        T = key_states.shape[2]
         if (rows, T) != (len(self._lengths), self._T):
             raise ConfigError(
                 f"made for {len(self._lengths)} rows × {self._T} tokens, not for {rows} × {T}",

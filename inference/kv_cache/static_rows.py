@@ -69,7 +69,8 @@ class StaticRows(CacheView):
         head_dim]."""
         heads = torch.arange(key_states.shape[1], device=key_states.device)[None, :, None]
         place = (self._rows, heads, self._positions[:, None])
-        keys, values = self.keys[layer_idx], self.values[layer_idx]
+        keys = self.keys[layer_idx]
+        values = self.values[layer_idx]
         keys.index_put_(place, key_states)
         values.index_put_(place, value_states)
         return keys[: self.num_rows, :, : self.S], values[: self.num_rows, :, : self.S]

@@ -40,7 +40,8 @@ def read_compilation(options: EngineOptions, device: str) -> CompileOptions | No
     `enforce_eager=True`, mode NONE or cudagraph_mode NONE alone; on a CPU with a backend alone."""
     given = options.compilation_config
     fields: dict[str, Any] = {"mode": given} if isinstance(given, int) else dict(given or {})
-    mode, backend = fields.pop("mode", None), fields.pop("backend", "")
+    mode = fields.pop("mode", None)
+    backend = fields.pop("backend", "")
     graphs = str(fields.pop("cudagraph_mode", None) or "").upper()
     if fields:
         logger.warning("compilation_config: without effect here: %s", ", ".join(sorted(fields)))

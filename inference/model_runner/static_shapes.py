@@ -20,7 +20,8 @@ class Shape(NamedTuple):
 def all_shapes(max_rows: int, width: int, capacity: int) -> list[Shape]:
     """The smallest first. Rows: doubling up to `max_rows`. Widths: 1 and `width`. Keys: doubling up
     to `capacity`."""
-    rows, keys = doubling(1, max_rows), doubling(FEWEST_KEYS, capacity)
+    rows = doubling(1, max_rows)
+    keys = doubling(FEWEST_KEYS, capacity)
     return [Shape(*sizes) for sizes in product(rows, sorted({1, width}), keys)]
 
 

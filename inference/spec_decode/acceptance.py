@@ -9,7 +9,9 @@ from math import inf
 Confidences = Sequence[Sequence[float]]  # [d][B]
 
 KEPT = 0.98  # of what was counted, per round with drafts: means over some 50 rounds
-PRIOR_ACCEPTANCE, PRIOR_OUTCOMES = 0.7, 4.0  # of the first depth; the others': the one before
+# of the first depth; the others': the one before
+PRIOR_ACCEPTANCE = 0.7
+PRIOR_OUTCOMES = 4.0
 MOST_LIKELY = 0.99  # no draft is surer
 
 

@@ -44,8 +44,10 @@ class Attention(nn.Module):
 
     def __init__(self, config: DecoderConfig, inputs: int) -> None:
         super().__init__()
-        self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
-        self.head_dim, bias = config.head_dim, config.attention_bias
+        self.heads = config.num_attention_heads
+        self.kv_heads = config.num_key_value_heads
+        self.head_dim = config.head_dim
+        bias = config.attention_bias
         self.scale = config.head_dim**-0.5
         self.q_proj = nn.Linear(inputs, self.heads * self.head_dim, bias=bias)
         self.k_proj = nn.Linear(inputs, self.kv_heads * self.head_dim, bias=bias)
@@ -80,15 +82,20 @@ class Attention(nn.Module):
     def _project_apart(
         self, x: Tensor, rotary: Rotary, queries: Asked
     ) -> tuple[Tensor, Tensor, Tensor]:
-        asking, turned = x, rotary
+        asking = x
+        turned = rotary
         if queries is not None:
             cos, sin = (at_slots(part.expand(len(x), -1, -1), queries) for part in rotary)
-            asking, turned = at_slots(x, queries), (cos, sin)
-        given = ((self.q_proj, asking), (self.k_proj, x), (self.v_proj, x))
-        q, k, v = (part(y).unflatten(-1, (-1, self.head_dim)) for part, y in given)
+            asking = at_slots(x, queries)
+            turned = (cos, sin)
+        q = self.q_proj(asking).unflatten(-1, (-1, self.head_dim))
+        k = self.k_proj(x).unflatten(-1, (-1, self.head_dim))
+        v = self.v_proj(x).unflatten(-1, (-1, self.head_dim))
         if self.qk_norm:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = _rotated(q.transpose(1, 2), turned), _rotated(k.transpose(1, 2), rotary)
+            q = self.q_norm(q)
+            k = self.k_norm(k)
+        q = _rotated(q.transpose(1, 2), turned)
+        k = _rotated(k.transpose(1, 2), rotary)
         return q.to(v.dtype), k.to(v.dtype), v.transpose(1, 2)
 
     @torch.no_grad()
@@ -124,7 +131,8 @@ class GatedMLP(nn.Module):
     @override
     def forward(self, x: Tensor) -> Tensor:
         if self.fused is None:
-            gate, up = self.gate_proj(x), self.up_proj(x)
+            gate = self.gate_proj(x)
+            up = self.up_proj(x)
         else:
             gate, up = self.fused(x).chunk(2, dim=-1)
         return self.down_proj(self.act(gate) * up)
@@ -140,7 +148,8 @@ class DecoderLayer(nn.Module):
         self, config: DecoderConfig, *, inputs: int | None = None, input_norm: bool = True
     ) -> None:
         super().__init__()
-        width, eps = config.hidden_size, config.rms_norm_eps
+        width = config.hidden_size
+        eps = config.rms_norm_eps
         self.input_layernorm = RMSNorm(width, eps=eps) if input_norm else None
         self.self_attn = Attention(config, inputs or width)
         self.post_attention_layernorm = RMSNorm(width, eps=eps)
@@ -172,7 +181,8 @@ class DecoderLayer(nn.Module):
     def fuse(self, *, shared: bool = False, packs: bool = False) -> None:
         """Projections of one input become one product, a step of decoding being mostly calls.
         `shared`, `packs`: as of `FrozenLinear`."""
-        a, m = self.self_attn, self.mlp
+        a = self.self_attn
+        m = self.mlp
         a.fused = FrozenLinear(a.q_proj, a.k_proj, a.v_proj, shared=shared, packs=packs)
         a.join_norms()
         if isinstance(m, GatedMLP):
@@ -215,7 +225,8 @@ class RotaryTable(ExactBuffers):
         """The same for positions below `length`, looked up where they depend on nothing else."""
         if self.rotary_emb.rope_type in ("dynamic", "longrope"):  # they change with the length
             return self.rotary_emb(like, position_ids)
-        table, kind = self._table, (like.dtype, like.device)
+        table = self._table
+        kind = (like.dtype, like.device)
         if table is None or len(table) < length or (table.dtype, table.device) != kind:
             every = torch.arange(length, device=like.device)[None]
             self._table = table = torch.cat(self.rotary_emb(like, every), -1)[0]

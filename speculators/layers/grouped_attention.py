@@ -39,7 +39,7 @@ def grouped_attention(
     h = query.shape[1]
     T = query.shape[2]
     groups = key.shape[1]
-    changing = {name for name, given in others.items() if given is not None} - PLAIN
+    changing = {name for name, value in others.items() if value is not None} - PLAIN
     whole = T == 1 if attention_mask is None else attention_mask.shape[1:2] == (1,)
     if not shares_keys(T, query.device) or groups == h or not whole or dropout or changing:
         return sdpa_attention_forward(

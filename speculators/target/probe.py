@@ -455,7 +455,7 @@ def find_final_norm(parts: Parts) -> Callable[[Tensor], Tensor]:
     """The module that maps the last layer's output to the last hidden state."""
     seen: list[Tensor] = []
     first = lambda output: output[0] if isinstance(output, tuple) else output
-    hook = parts.layers[-1].register_forward_hook(lambda *given: seen.append(first(given[-1])))
+    hook = parts.layers[-1].register_forward_hook(lambda *call: seen.append(first(call[-1])))
     try:
         last_hidden = parts.decode(_probe_ids(parts, 5)).last_hidden_state
     finally:
@@ -557,7 +557,7 @@ def find_recurrent(parts: Parts) -> tuple[Parts, RecurrentLayers | None]:
     inside: list[nn.Module] = []
     modules = [module for layer in parts.layers for module in layer.modules()]
     handles = [m.register_forward_pre_hook(lambda m, args: inside.append(m)) for m in modules]
-    handles += [m.register_forward_hook(lambda *given: inside.pop() and None) for m in modules]
+    handles += [m.register_forward_hook(lambda *call: inside.pop() and None) for m in modules]
     try:
         cache = _try(parts, "a cache of its layer types", lambda: _Observed(parts.config, inside))
         _try(parts, "a forward with a cache", lambda: parts.decode(_probe_ids(parts, 5), cache))
