@@ -42,7 +42,15 @@ from draftsmith.train.data.loss_mask import TokenRow
 from draftsmith.train.planner.plan import make_stage
 from draftsmith.train.recipe.recipe import Recipe, make_recipe
 from scripts import roofline
-from scripts.measuring import make_trainer, random_target, save_json, table, with_peak_memory
+from scripts.measuring import (
+    QWEN3_8B,
+    TINY_QWEN3,
+    make_trainer,
+    random_target,
+    save_json,
+    table,
+    with_peak_memory,
+)
 
 PHASES = ("target", "head", "objective", "optimizer")
 COLUMNS = ("head", "rows", "s", *PHASES, "waits", "tokens/s", "of bound", "GB", "plan")
@@ -65,16 +73,7 @@ class Shapes:
 
 
 LARGE = Shapes(  # Qwen3-8B's, and its recipes'
-    dict(
-        hidden_size=4096,
-        intermediate_size=12288,
-        num_hidden_layers=36,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        head_dim=128,
-        vocab_size=151936,
-        max_position_embeddings=40960,
-    ),
+    QWEN3_8B,
     "bfloat16",
     {
         "eagle3": {"unroll_steps": 7, "draft_vocab_size": 32000},
@@ -94,16 +93,7 @@ LARGE = Shapes(  # Qwen3-8B's, and its recipes'
     copied=2**30,
 )
 TINY = Shapes(
-    dict(
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        vocab_size=512,
-        max_position_embeddings=512,
-    ),
+    TINY_QWEN3,
     "float32",
     {
         "eagle3": {"unroll_steps": 3, "draft_vocab_size": 128},

@@ -24,6 +24,28 @@ from draftsmith.train.recipe.drafter_config import drafter_config
 from draftsmith.train.recipe.recipe import Recipe
 from draftsmith.train.trainer.trainer import Trainer
 
+# Sizes of a Qwen3Config: those of Qwen3-8B, and some that a CPU computes at once.
+QWEN3_8B = {
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+}
+TINY_QWEN3 = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 512,
+    "max_position_embeddings": 512,
+}
+
 
 def with_peak_memory(
     work: Callable[[], Any], device: str = "cpu", pid: int | str = "self"

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+from scripts.measuring import QWEN3_8B, TINY_QWEN3
+
 
 @dataclass(frozen=True)
 class Shapes:
@@ -30,16 +32,7 @@ class Shapes:
 
 
 LARGE = Shapes(  # Qwen3-8B's
-    dict(
-        hidden_size=4096,
-        intermediate_size=12288,
-        num_hidden_layers=36,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        head_dim=128,
-        vocab_size=151936,
-        max_position_embeddings=4096,
-    ),
+    QWEN3_8B | {"max_position_embeddings": 4096},
     "bfloat16",
     draft_vocab_size=32000,
     unroll_steps=7,
@@ -50,16 +43,7 @@ LARGE = Shapes(  # Qwen3-8B's
     written=64,
 )
 TINY = Shapes(
-    dict(
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        vocab_size=512,
-        max_position_embeddings=512,
-    ),
+    TINY_QWEN3,
     "float32",
     draft_vocab_size=128,
     unroll_steps=3,
