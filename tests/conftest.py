@@ -73,9 +73,9 @@ def hub_cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def serving():
-    """serving(llm, port, **options): the base URL of a server of that LLM, in a thread of its own;
-    port 0: one of its own. Its Server is `serving.server(url)`. It is shut down when the test
-    ends."""
+    """serving(llm, port, recorder, **options): the base URL of a server of that LLM, in a thread of
+    its own; port 0: one of its own. Its Server is `serving.server(url)`. It is shut down when the
+    test ends."""
     import uvicorn
 
     from draftsmith.inference.server.app import make_app
@@ -83,10 +83,11 @@ def serving():
 
     running = {}
 
-    def start(llm, port: int = 0, **options) -> str:
+    def start(llm, port: int = 0, recorder=None, **options) -> str:
         app = make_app(
             llm,
             ServerOptions(**{"served_model_name": ("tiny",), "shutdown_timeout_s": 0, **options}),
+            recorder,
         )
         listening = socket.socket()
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

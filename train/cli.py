@@ -17,6 +17,7 @@ from typer.core import TyperGroup
 from draftsmith.inference.bench import bench_command
 from draftsmith.inference.console import announce, supervised, user_errors
 from draftsmith.inference.flags import json_option
+from draftsmith.inference.log_proxy import log_command
 from draftsmith.inference.progress import HEARTBEAT, Stages
 from draftsmith.inference.server import serve_command
 from draftsmith.speculators.errors import ConfigError
@@ -29,7 +30,7 @@ from draftsmith.train.commands.prepare import prepare
 from draftsmith.train.commands.serving_args import serving_args
 from draftsmith.train.commands.try_methods import try_methods
 
-NO_TORCH = ("bench", "schema")  # commands that do not import it
+NO_TORCH = ("bench", "log", "schema")  # commands that do not import it
 HELP = ["-h", "--help"]
 
 
@@ -186,6 +187,7 @@ for command in (  # in the order of work, in which `--help` lists them
     app.command()(command)
 serve_command.register(app)
 bench_command.register(app)
+log_command.register(app)
 
 if __name__ == "__main__":
     app()

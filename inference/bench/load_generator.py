@@ -17,7 +17,6 @@ from typing import Any
 import httpx2
 import numpy as np
 import openai
-from prometheus_client.parser import text_string_to_metric_families
 from pydantic import BaseModel
 from rich.console import Console
 
@@ -25,6 +24,7 @@ from draftsmith.inference.bench.bench_options import BenchOptions
 from draftsmith.inference.bench.datasets import Question, load_questions
 from draftsmith.inference.metrics import SpecDecodeCounters
 from draftsmith.inference.progress import Advance, Stages
+from draftsmith.inference.server_counters import read_counters
 from draftsmith.speculators.errors import ConfigError, DraftsmithError
 
 KEY = "OPENAI_API_KEY"
@@ -277,25 +277,6 @@ async def drafting_counters(client: openai.AsyncOpenAI) -> SpecDecodeCounters | 
         return read_counters(await client.get(url, cast_to=str))
     except (openai.OpenAIError, ValueError):
         return None
-
-
-def read_counters(text: str) -> SpecDecodeCounters | None:
-    """The counters of speculative decoding among vLLM's metrics, summed over its engines. None if
-    there are none. ValueError for another format."""
-    counters = SpecDecodeCounters()
-    drafts = False
-    positions: dict[int, int] = {}
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            name = sample.name.removeprefix("vllm:spec_decode_").removesuffix("_total")
-            drafts = drafts or name == "num_drafts"
-            if name == "num_accepted_tokens_per_pos":
-                position = int(sample.labels["position"])
-                positions[position] = positions.get(position, 0) + int(sample.value)
-            elif name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens"):
-                setattr(counters, name, getattr(counters, name) + int(sample.value))
-    counters.num_accepted_tokens_per_pos = [positions[key] for key in sorted(positions)]
-    return counters if drafts else None
 
 
 def drafting_results(

@@ -31,9 +31,11 @@ from draftsmith.inference.entrypoints.text_generator import TextGenerator
 from draftsmith.inference.server.answers import ChatWriter, CompletionWriter, EventStream
 from draftsmith.inference.server.api_errors import APIError, error_response
 from draftsmith.inference.server.engine_thread import EngineThread
+from draftsmith.inference.server.logged_exchanges import exchanges_of
 from draftsmith.inference.server.prometheus import ServerMetrics
 from draftsmith.inference.server.protocol import ChatRequest, CompletionRequest, GenerationRequest
 from draftsmith.inference.server.serve_options import ServerOptions
+from draftsmith.inference.traffic_log.recorder import Recorder
 from draftsmith.speculators.errors import ConfigError
 
 NUM_WORKERS = 4  # threads that read requests and write long answers
@@ -49,13 +51,17 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 class Server:
-    """One LLM behind HTTP. The app's lifespan starts and stops `engine`."""
+    """One LLM behind HTTP. The app's lifespan starts and stops `engine`. `recorder`: logs what is
+    exchanged; None: nothing is logged."""
 
-    def __init__(self, llm: TextGenerator, options: ServerOptions) -> None:
+    def __init__(
+        self, llm: TextGenerator, options: ServerOptions, recorder: Recorder | None = None
+    ) -> None:
         if llm.get_tokenizer() is None:
             raise ConfigError("a server needs a tokenizer; pass one with the model, or --tokenizer")
         self.llm = llm
         self.options = options
+        self.recorder = recorder
         self.started = int(time.time())  # seconds since 1970
         name = options.served_model_name[0]
         self.metrics = ServerMetrics(name, llm, lambda: self.engine.in_flight)
@@ -81,9 +87,12 @@ class Server:
         return Response(generate_latest(self.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     async def health(self, http: Request) -> Response:
-        """GET /health: 200 without a body; 503 if the engine has failed."""
+        """GET /health: 200, with the state of the log if there is one; 503 if the engine has
+        failed."""
         self.engine.require_running()
-        return Response()
+        if self.recorder is None:
+            return Response()
+        return JSONResponse({"log": self.recorder.health()})
 
     async def page(self, http: Request) -> Response:
         """GET /: the page, as a chat where the model has a template, else with a text to be
@@ -134,6 +143,7 @@ class Server:
         writer_class: type[CompletionWriter],
     ) -> Response:
         """Answers a completion or a chat, whole or as a stream."""
+        draw = None if self.recorder is None else self.recorder.draw()
         body = await _body(http, self.options.max_request_bytes)
         read = partial(request_class.read, body, self.options)
         request, params = await self._in_worker(read)
@@ -147,6 +157,9 @@ class Server:
         )
         with ExitStack() as closing:
             closing.callback(ticket.close)
+            if self.recorder is not None and draw is not None:
+                exchanges = partial(exchanges_of, draw.time, base["model"], request, ticket)
+                closing.callback(self.recorder.record, draw, exchanges, len(body))
             parse = partial(request.parse, params, self.llm, self.options, self._text_limit)
             ticket.submit(await self._in_worker(parse))
             detail = request.per_request_spec_decode_metrics
@@ -189,9 +202,11 @@ async def _while_connected(http: Request, work: Awaitable[R]) -> R:
     raise APIError(400, "the client has disconnected")
 
 
-def make_app(llm: TextGenerator, options: ServerOptions) -> Starlette:
-    """The application; `app.state.server` is its Server."""
-    server = Server(llm, options)
+def make_app(
+    llm: TextGenerator, options: ServerOptions, recorder: Recorder | None = None
+) -> Starlette:
+    """The application; `app.state.server` is its Server. The recorder is closed with it."""
+    server = Server(llm, options, recorder)
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -199,6 +214,8 @@ def make_app(llm: TextGenerator, options: ServerOptions) -> Starlette:
         yield
         running.cancel()
         await asyncio.to_thread(server.engine.stop)
+        if recorder is not None:
+            await asyncio.to_thread(recorder.close)
 
     keyed = server.with_key
     routes = [

@@ -26,6 +26,7 @@ from draftsmith.inference.server.serve_options import (
     undeclared,
     with_model,
 )
+from draftsmith.inference.traffic_log.recorder import Recorder
 from draftsmith.speculators.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -52,16 +53,17 @@ def run(values: flags.Values, words: Sequence[str] = ()) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # an exception would wait for what compiles
     with bind(options.host, options.port) as listening:
         log_address(listening, keyed=bool(options.api_key))
+        recorder = None if options.log is None else Recorder(options.log, options)
         llm = load(options, words)
         if options.generation_config == "auto":
             config = getattr(llm.engine.target.model, "generation_config", None)
             defaults = sampling_defaults({} if config is None else config.to_diff_dict())
             options = options.model_copy(update={"sampling_defaults": defaults})
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-        serve_app(llm, options, listening)
+        serve_app(llm, options, listening, recorder)
 
 
-def bind(host: str, port: int) -> socket.socket:
+def bind(host: str, port: int, command: str = "serve") -> socket.socket:
     """A socket that listens at the server's address, before anything is loaded: from here on nobody
     else can take the port. Who connects while the model loads waits. ConfigError if the address
     cannot be had."""
@@ -69,7 +71,7 @@ def bind(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port), family=family)
     except OSError as error:
-        where = f"serve --host {host} --port {port}"
+        where = f"{command} --host {host} --port {port}"
         raise ConfigError(error.strerror or f"{error}", where=where) from None
 
 
@@ -101,13 +103,18 @@ def sampling_defaults(values: dict[str, Any]) -> dict[str, Any]:
     return {DEFAULTS[name]: values[name] for name in known if values[name] is not None}
 
 
-def serve_app(llm: TextGenerator, options: ServeFlags, listening: socket.socket) -> None:
+def serve_app(
+    llm: TextGenerator,
+    options: ServeFlags,
+    listening: socket.socket,
+    recorder: Recorder | None = None,
+) -> None:
     """Compiles, and serves at a socket. The exit code is 1 if the engine fails."""
     import uvicorn
 
     from draftsmith.inference.server.app import make_app
 
-    app = make_app(llm, options)
+    app = make_app(llm, options, recorder)
     engine = app.state.server.engine
     engine.warm_up()
     timeout = options.shutdown_timeout_s

@@ -11,6 +11,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from draftsmith.inference.engine_options import EngineOptions, option
 from draftsmith.inference.flags import JsonObject, Values, json_or_text, validated
+from draftsmith.inference.traffic_log.log_options import LogOptions
 from draftsmith.speculators.errors import ConfigError
 
 SpecDecodeDetail = Literal["none", "summary", "detailed"]
@@ -85,7 +86,7 @@ class ServerOptions(BaseModel):
     )
 
 
-class ServeFlags(EngineOptions, ServerOptions):
+class ServeFlags(EngineOptions, ServerOptions, LogOptions):
     """Serve a model and its drafter for OpenAI's clients. Options are those of `vllm serve`; those
     of vLLM's that change no output here are taken without effect, and others are errors."""
 

@@ -27,11 +27,11 @@ from draftsmith.inference.bench.load_generator import (
     drafting_results,
     latency_results,
     measure,
-    read_counters,
 )
 from draftsmith.inference.entrypoints.speculative_config import parse_speculative_config
 from draftsmith.inference.flags import passed_values, validated
 from draftsmith.inference.metrics import SpecDecodeCounters
+from draftsmith.inference.server_counters import read_counters
 from draftsmith.inference.spec_decode.draft_length import DraftLength
 from draftsmith.speculators.errors import ConfigError, DataError, DraftsmithError
 from draftsmith.train.cli import app

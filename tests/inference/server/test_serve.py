@@ -129,7 +129,7 @@ def served(monkeypatch, tmp_path):
     GenerationConfig(do_sample=True, **OF_THE_MODEL).save_pretrained(save_target(tmp_path))
     options: list[ServeFlags] = []
     # what serves until a signal
-    monkeypatch.setattr(serve_command, "serve_app", lambda llm, flags, _: options.append(flags))
+    monkeypatch.setattr(serve_command, "serve_app", lambda llm, flags, *_: options.append(flags))
     interrupt = signal.getsignal(signal.SIGINT)
 
     def run(flags: str) -> ServeFlags:
