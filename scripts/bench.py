@@ -36,6 +36,7 @@ PROMPTS = "recipes/quickstart/data/test.jsonl.gz"
 HEAD = "runs/quickstart/eagle3/export"  # the quickstart writes it
 FAMILIES = "recipes/quickstart/*.yaml"
 OUT = "runs/bench"  # what the other commands write
+BROAD = "suites/sharegpt.jsonl"  # conversations of any kind, of a package (docs/evaluate.md)
 Rows = list[list[str]]
 QUICKSTART = {
     "acceptance_length": "acceptance length τ, measured",
@@ -169,6 +170,13 @@ def families(comparison: dict[str, Any]) -> Rows:
     from draftsmith.train.pipeline.compare import rows
 
     return rows(comparison["entries"])
+
+
+def minutes(results: dict[str, Any]) -> Rows:
+    """The JSON of minutes.py -> a row per family, budget and variant."""
+    from scripts.minutes import rows
+
+    return rows(results)
 
 
 def gpu(results: dict[str, Any]) -> Rows:
@@ -405,13 +413,20 @@ BENCHES = {
         f"{OUT}/engines/acceptance.json",
         engines,
     ),
-    "minutes": Bench(
+    "families": Bench(
         "Every family on the quickstart's target, K = 4, four minutes of training each",
-        f"draftsmith compare {FAMILIES} --minutes 4 --out {OUT}/minutes"
+        f"draftsmith compare {FAMILIES} --minutes 4 --out {OUT}/families"
         " --set evaluation.temperatures=[0.0] --set evaluation.prompts_per_workload=8"
         " --set evaluation.repeats=2",
-        f"{OUT}/minutes/comparison.json",
+        f"{OUT}/families/comparison.json",
         families,
+    ),
+    "minutes": Bench(
+        "Variants of an EAGLE-3 training for SmolLM2-135M-Instruct at equal minutes of one core,"
+        " K = 4, τ expected, the mean of T = 0 and 1",
+        f"python scripts/minutes.py --broad {BROAD}",
+        f"{OUT}/minutes/results.json",
+        minutes,
     ),
     "tokens": Bench(
         "Every family on the quickstart's target, K = 4, 300 steps of the same tokens each",
@@ -469,6 +484,8 @@ def record(name: str) -> Path:
         "columns": head,
         "rows": rows,
     }
+    if "runs" in tree:  # all of which the rows are of
+        result["runs"] = tree["runs"]
     path = RESULTS / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, json.dumps(result, indent=1, ensure_ascii=False) + "\n")

@@ -1,0 +1,45 @@
+"""scripts/minutes.py: its variants are recipes, and its table is of the runs it was given."""
+
+from __future__ import annotations
+
+import pytest
+
+from draftsmith.train.recipe.load import load_recipe
+from scripts import minutes
+
+
+@pytest.mark.parametrize("variant", minutes.VARIANTS)
+def test_a_variant_is_a_recipe_that_differs_from_the_default(variant, tmp_path):
+    def recipe(name):
+        run = minutes.Run(name, 10.0, 0, "eagle3", ())
+        path, *overrides = run.words(tmp_path)
+        return load_recipe(path, overrides).model_dump()
+
+    assert (recipe(variant) != recipe("default")) == (variant != "default")
+
+
+def test_a_row_is_the_mean_of_the_seeds_of_one_variant_and_budget():
+    def run(seed, tau, variant="default", budget=10.0):
+        return {
+            "family": "eagle3",
+            "variant": variant,
+            "minutes": budget,
+            "seed": seed,
+            "steps": 100 + 2 * seed,
+            "tokens": 1000,
+            "judged": {"chat": {"tau": tau}},
+        }
+
+    runs = [run(0, 1.5), run(1, 1.7), run(0, 1.4, "row_1"), run(0, 1.9, budget=20.0)]
+    head, *rows = minutes.rows({"runs": {str(i): one for i, one in enumerate(runs)}})
+    assert head[-1] == "τ, chat"
+    assert rows == [
+        ["`eagle3`", "`default`", "10", "2", "101", "1,000", "1.600 (1.500 to 1.700)"],
+        ["`eagle3`", "`row_1`", "10", "1", "100", "1,000", "1.400"],
+        ["`eagle3`", "`default`", "20", "1", "100", "1,000", "1.900"],
+    ]
+
+
+def test_items_are_spread_over_the_whole_list():
+    assert minutes.spread_over(range(10), 5) == [0, 2, 4, 6, 8]
+    assert minutes.spread_over(range(3), 5) == [0, 1, 2]
