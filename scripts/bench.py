@@ -179,6 +179,13 @@ def minutes(results: dict[str, Any]) -> Rows:
     return rows(results)
 
 
+def peers_minutes(results: dict[str, Any]) -> Rows:
+    """The JSON of bench_peers.py --minutes -> a row per budget and training."""
+    from scripts.peer_minutes import rows
+
+    return rows(results)
+
+
 def gpu(results: dict[str, Any]) -> Rows:
     """The JSON of bench_gpu.py -> a row per step and way of decoding."""
     from scripts import bench_gpu, roofline
@@ -293,6 +300,15 @@ for name in quickstart mt_bench humaneval; do
     on $name/$method "${{!name}}" "--method $method"
   done
 done"""
+
+# Its features are written once; the library's head runs in vLLM as well.
+PEERS_MINUTES = f"""draftsmith cache-features recipes/smollm2-135m-instruct/eagle3.yaml \\
+  data.validation=[] features.dir={OUT}/minutes/features
+python scripts/bench_peers.py --minutes 10 --minutes 20
+draftsmith evaluate --model runs/smollm2-135m-instruct/model \\
+  --drafter {OUT}/minutes/peers/speculators-20-*/export --suite humaneval \\
+  --prompts-per-workload 12 --temperature 0 --max-tokens 96 --repeats 1 \\
+  --engine draftsmith --engine vllm --out {OUT}/peers_minutes"""
 
 
 @dataclass(frozen=True)
@@ -427,6 +443,13 @@ BENCHES = {
         f"python scripts/minutes.py --broad {BROAD}",
         f"{OUT}/minutes/results.json",
         minutes,
+    ),
+    "peers_minutes": Bench(
+        "EAGLE-3 for SmolLM2-135M-Instruct trained by vLLM's `speculators` and here: τ expected,"
+        " K = 4, the mean of T = 0 and 1; in brackets (τ − 1) ÷ the library's",
+        PEERS_MINUTES,
+        f"{OUT}/minutes/peers.json",
+        peers_minutes,
     ),
     "tokens": Bench(
         "Every family on the quickstart's target, K = 4, 300 steps of the same tokens each",

@@ -4,6 +4,7 @@ first, then time and memory.
     python scripts/bench_peers.py                     # all settings; makes .venv-peers first
     python scripts/bench_peers.py --setting packed --pairs 9 --threads 2
     python scripts/bench_peers.py --device cuda --peer-python /path/to/python
+    python scripts/bench_peers.py --minutes 20        # whole trainings: scripts/peer_minutes.py
 
 Both sides get the same weights and the same row. In float32, and again in the dtype that is timed,
 loss and gradients of one step must agree within TOLERANCE, or nothing is timed. Then each side is a
@@ -15,7 +16,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import statistics
 import subprocess
 import sys
@@ -34,8 +34,9 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from scripts import setup_vllm
-from scripts.measuring import save_json, table, with_peak_memory
+from scripts import peer_minutes, setup_vllm
+from scripts.measuring import library_environment, save_json, table, with_peak_memory
+from scripts.minutes import OUT
 
 PEER = "speculators==0.9.0"
 CHECK = (
@@ -170,18 +171,10 @@ class Worker:
         self.side = side
         self.log = folder / f"{side}.log"
         script = setup_vllm.ROOT / "tests" / "peers" / "worker.py"
-        # They would put this project into the library's place.
-        hidden = {"PYTHONPATH", "PYTHONSAFEPATH"}
-        environment = {name: value for name, value in os.environ.items() if name not in hidden}
-        environment |= {
-            "OMP_NUM_THREADS": str(threads),
-            "HF_HUB_OFFLINE": "1",
-            "TOKENIZERS_PARALLELISM": "false",
-        }
         self.process = subprocess.Popen(
             [str(python), "-P", str(script), side, str(folder)],
             cwd=folder,
-            env=environment,
+            env=library_environment(threads),
             text=True,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -328,8 +321,15 @@ def main(
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Also write the figures to this file.")
     ] = None,
+    minutes: Annotated[
+        list[float] | None,
+        typer.Option(help="Compare trainings of so many minutes instead; again for more."),
+    ] = None,
+    out: Annotated[
+        Path, typer.Option(help="Of --minutes: the folder of runs, with `texts.json`.")
+    ] = OUT,
 ) -> None:
-    """Compare the training step with that of vLLM's speculators."""
+    """Compare the training step with that of vLLM's speculators, or whole trainings."""
     names = setting or list(ON_GPU if device == "cuda" else ON_CPU)
     if unknown := [name for name in names if name not in SETTINGS]:
         raise typer.BadParameter(
@@ -351,8 +351,17 @@ def main(
             environment = PeerEnvironment(venv.absolute())
             environment.make(*(("cuda",) if device == "cuda" else ()))
             peer_python = environment.python
+        if minutes:
+            file = json_file or out / "peers.json"
+            peer_minutes.compare(minutes, peer_python.absolute(), out.absolute(), file)
+            return
         results = _measure_all(settings, peer_python, pairs, json_file)
-    except (setup_vllm.SetupError, DifferentNumbers, WorkerFailed) as error:
+    except (
+        setup_vllm.SetupError,
+        DifferentNumbers,
+        WorkerFailed,
+        subprocess.CalledProcessError,
+    ) as error:
         Console(stderr=True).print(f"bench_peers: {error}", markup=False)
         raise typer.Exit(1) from error
     _print(results, f"{dtype}, {device}, {threads} threads, medians of {pairs} pairs")

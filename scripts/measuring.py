@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,18 @@ def _resident(name: str, pid: int | str) -> int:
     """Resident memory of a process in bytes; VmRSS: now, VmHWM: its peak."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next(1024 * int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
+
+
+def library_environment(threads: int) -> dict[str, str]:
+    """The environment of a process that runs the peer's library in its own interpreter."""
+    # They would put this project into the library's place.
+    hidden = {"PYTHONPATH", "PYTHONSAFEPATH"}
+    environment = {name: value for name, value in os.environ.items() if name not in hidden}
+    return environment | {
+        "OMP_NUM_THREADS": str(threads),
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
 
 
 def random_target(config: Mapping[str, int], device: torch.device | str, dtype: str) -> Any:
