@@ -21,12 +21,14 @@ from typing_extensions import override
 from draftsmith.speculators.config import DrafterConfig
 from draftsmith.speculators.errors import ConfigError
 from draftsmith.speculators.layers.decoder import DecoderLayer
-from draftsmith.speculators.layers.frozen_linear import freeze_linears, thaw_linears
+from draftsmith.speculators.layers.frozen_linear import FrozenLinear, freeze_linears, thaw_linears
+from draftsmith.speculators.layers.head_rows import frozen_rows, head_rows, keep_rows
 from draftsmith.speculators.options import DrafterOptions
 from draftsmith.speculators.precision import on_device, on_host
 from draftsmith.speculators.target.frozen_target import FrozenTarget, TargetFeatures
 from draftsmith.speculators.target.target_head import TargetHead
 from draftsmith.speculators.traits import Traits
+from draftsmith.speculators.vocab.draft_vocab import to_draft_ids
 
 
 @dataclass
@@ -186,12 +188,19 @@ class Drafter(nn.Module):
     config_class: ClassVar[type[DrafterConfig]] = DrafterConfig
     # The keys of `drafter:` in its recipes.
     options: ClassVar[type[DrafterOptions]] = DrafterOptions
+    target_ids: Tensor  # [V_draft] ascending, of a reduced vocabulary
     traits: Traits = Traits()  # of the family; a drafter's own may differ (traits.py)
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
         self.config = config
         self._target: list[TargetHead] = []  # a list, so that nn.Module does not register it
+        # how often each target token was supervised [V], where that is known; goes into an export
+        self.token_counts: Tensor | None = None
+        # while frozen: the rows of `borrowed_head` that are read, if the vocabulary is reduced
+        self._borrowed_rows: FrozenLinear | None = None
+        if config.reduced_vocabulary:
+            self.register_buffer("target_ids", torch.arange(config.draft_vocab_size))
 
     # -------------------------------------------------------------- shared with the target
 
@@ -224,7 +233,47 @@ class Drafter(nn.Module):
     @property
     def draft_to_target(self) -> Tensor | None:
         """[V_draft] target id of every draft id; None: the draft vocabulary is the target's."""
+        return self.target_ids if self.config.reduced_vocabulary else None
+
+    @property
+    def vocabulary_heads(self) -> Sequence[nn.Linear]:
+        """Its own layers with a row for each draft token; none: it reads `borrowed_head` alone."""
+        return ()
+
+    @property
+    def borrowed_head(self) -> TargetHead | None:
+        """The language model whose output head makes its logits; None: its own layers do."""
         return None
+
+    @property
+    def borrowed_ids(self) -> Tensor:
+        """[V_draft] rows of `borrowed_head`, of a reduced vocabulary."""
+        return self.target_ids
+
+    def borrowed_logits(self, hidden: Tensor) -> Tensor:
+        """hidden [..., H] -> [..., V_draft], by the output head of `borrowed_head`."""
+        lender = self.borrowed_head
+        assert lender is not None
+        hidden = hidden.to(lender.dtype)
+        if not self.config.reduced_vocabulary:
+            return lender.logits(hidden)
+        if self._borrowed_rows is not None:
+            return lender.head_to_logits(self._borrowed_rows(hidden))
+        rows = nn.functional.linear(hidden, *head_rows(lender.lm_head, self.borrowed_ids))
+        return lender.head_to_logits(rows)
+
+    @torch.no_grad()
+    def reduce_vocabulary(self, target_ids: Tensor) -> Drafter:
+        """Keeps these of its draft tokens, distinct ids [n] of the target, with the logits they
+        had. A frozen drafter is to be frozen again."""
+        self.thaw()
+        target_ids = target_ids.sort().values
+        places = to_draft_ids(target_ids, self.draft_to_target)
+        for linear in self.vocabulary_heads:
+            keep_rows(linear, places)
+        self.register_buffer("target_ids", target_ids)
+        self.config = self.config.model_copy(update={"draft_vocab_size": len(target_ids)})
+        return self
 
     def prepare_training(self, options: Any) -> Drafter:
         """Applies the family's options of a recipe, before the head's optimizer is made."""
@@ -290,6 +339,9 @@ class Drafter(nn.Module):
         or a change of dtype or device removes the fused weights."""
         self.eval().requires_grad_(False)
         freeze_linears(self)
+        lender = self.borrowed_head
+        if self.config.reduced_vocabulary and lender is not None:
+            self._borrowed_rows = frozen_rows(lender.lm_head, self.borrowed_ids)
         for module in self.modules():
             if isinstance(module, DecoderLayer):
                 module.fuse()
@@ -298,6 +350,7 @@ class Drafter(nn.Module):
     def thaw(self) -> None:
         """Removes the fused weights that `freeze` made."""
         thaw_linears(self)
+        self._borrowed_rows = None
         for module in self.modules():
             if isinstance(module, DecoderLayer):
                 module.unfuse()

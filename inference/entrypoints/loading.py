@@ -22,6 +22,7 @@ from draftsmith.inference.engine.engine import Engine
 from draftsmith.inference.engine.memory import memory_fault
 from draftsmith.inference.engine.round_costs import measure_costs
 from draftsmith.inference.engine_options import EngineOptions
+from draftsmith.inference.entrypoints.draft_vocabulary import apply_draft_vocabulary
 from draftsmith.inference.spec_decode.draft_length import AdaptiveDraftLength, DraftLength
 from draftsmith.inference.spec_decode.proposers.base import Proposer
 from draftsmith.inference.spec_decode.proposers.head import HeadProposer
@@ -118,7 +119,8 @@ def load_drafter_for(
             intersection=isinstance(config, DraftModelOptions) and config.use_heterogeneous_vocab,
             where="use_heterogeneous_vocab: true",
         )
-    return target, drafter
+    ends = end_of_sequence_ids(target, tokenizer)
+    return target, apply_draft_vocabulary(drafter, config, ends)
 
 
 def make_proposer(

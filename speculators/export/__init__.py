@@ -28,6 +28,7 @@ from draftsmith.speculators.export.layouts.base import FolderContents
 from draftsmith.speculators.hub import may_be_on_hub, one_line, split_revision
 from draftsmith.speculators.registry import family_class
 from draftsmith.speculators.target.target_head import TargetHead
+from draftsmith.speculators.vocab.token_counts import load_counts, save_counts
 
 WEIGHTS_HASH = "weights_sha256"  # of the target, in what an export says of it
 # What to do where a folder is not there: a run writes its drafter when it ends.
@@ -61,6 +62,8 @@ def export_drafter(
     fields["draftsmith"] = fields.pop("draftsmith")  # the last section
     with fresh_folder(folder) as fresh:
         written_as.write(drafter, config, fresh, dtype)
+        if drafter.token_counts is not None:
+            save_counts(drafter.token_counts, fresh)
         for file in beside:
             shutil.copyfile(file, fresh / file.name)
         (fresh / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
@@ -226,3 +229,4 @@ def load_weights(drafter: Drafter, folder: Path) -> None:
     headers = _headers(folder)
     fields = read_fields(folder)
     layout_of(fields, set(headers), str(folder)).layout.read(drafter, folder)
+    drafter.token_counts = load_counts(folder)

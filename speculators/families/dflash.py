@@ -208,9 +208,9 @@ class DFlash(Drafter):
         self.hidden_norm = RMSNorm(width, eps=eps)
         self.layers = nn.ModuleList(self.make_layer(config) for _ in range(config.num_layers))
         self.norm = RMSNorm(width, eps=eps)
+        self.lm_head: nn.Linear | None = None
         if config.reduced_vocabulary:
             self.lm_head = nn.Linear(width, config.draft_vocab_size, bias=False)
-            self.register_buffer("target_ids", torch.arange(config.draft_vocab_size))
         self.positions = RotaryTable(config)
         self.max_anchors = ANCHORS
 
@@ -220,8 +220,13 @@ class DFlash(Drafter):
 
     @override
     @property
-    def draft_to_target(self) -> Tensor | None:
-        return self.target_ids if self.config.reduced_vocabulary else None
+    def vocabulary_heads(self) -> list[nn.Linear]:
+        return [] if self.lm_head is None else [self.lm_head]
+
+    @override
+    @property
+    def borrowed_head(self) -> TargetHead | None:
+        return self.target if self.lm_head is None else None
 
     # ---------------------------------------------------- starting weights, and how it is trained
 
@@ -260,7 +265,7 @@ class DFlash(Drafter):
             )
         if (norm := target.final_norm_weight) is not None and len(norm) == width:
             self.norm.weight.copy_(norm)
-        if self.config.reduced_vocabulary:
+        if self.lm_head is not None:
             rows = target.head_weight
             self.lm_head.weight.copy_(rows[self.target_ids.to(rows.device)])
 
@@ -279,13 +284,11 @@ class DFlash(Drafter):
 
     def base_logits(self, state: Tensor) -> Tensor:
         """Normed states [..., H] -> [..., V_draft], by the target's head or the reduced one."""
-        if self.config.reduced_vocabulary:
-            return self.lm_head(state)
-        return self.target.logits(state.to(self.target.dtype))
+        return self.borrowed_logits(state) if self.lm_head is None else self.lm_head(state)
 
     @override
     def head_parameters(self) -> list[nn.Parameter]:
-        head = self.lm_head.parameters() if self.config.reduced_vocabulary else ()
+        head = () if self.lm_head is None else self.lm_head.parameters()
         return [p for p in head if p.requires_grad]
 
     def run_layer(

@@ -22,6 +22,7 @@ from draftsmith.speculators.drafter import TrainedHead
 from draftsmith.speculators.families.dflash import DFlash, DFlashConfig, DFlashOptions
 from draftsmith.speculators.layers.decoder import Attend, DecoderLayer, Rotary
 from draftsmith.speculators.target.target_head import TargetHead
+from draftsmith.speculators.vocab.draft_vocab import to_target_ids
 
 # The selector gives 0 to all but its candidates: these losses are finite there.
 SelectorLoss = dict[
@@ -195,16 +196,17 @@ class DFlash2(DFlash):
         return torch.cat([state, before * selector.hidden_projection(state)], -1)
 
     def unary_logits(self, hidden: Tensor, depth: int = 0) -> Tensor:
-        """[N, D] -> logits over the whole vocabulary, before the selector [N, V]."""
+        """[N, D] -> logits before the selector [N, V_draft]."""
         return self.base_logits(hidden[..., : self.config.hidden_size])
 
     def head(self, hidden: Tensor, depth: int = 0, base: Tensor | None = None) -> Tensor:
-        """[N, D] -> [N, V], minus infinity outside the top k of `unary_logits`."""
+        """[N, D] -> [N, V_draft], minus infinity outside the top k of `unary_logits`."""
         unary = (self.unary_logits(hidden) if base is None else base).float()
         k = min(self.config.selector_top_k, unary.shape[-1])
         best, candidates = unary.topk(k, dim=-1)  # [N, k]
         codebook = self.candidate_selector.successor_codebook
-        following = nn.functional.embedding(candidates, codebook).float()  # [N, k, r]
+        tokens = to_target_ids(candidates, self.draft_to_target)
+        following = nn.functional.embedding(tokens, codebook).float()  # [N, k, r]
         read = hidden[..., self.config.hidden_size :, None].float()
         with torch.autocast(unary.device.type, enabled=False):  # which would round to bfloat16
             scores = best + (following @ read).squeeze(-1)

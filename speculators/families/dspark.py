@@ -86,6 +86,11 @@ class DSpark(DFlash):
             self.confidence_head = nn.ModuleDict({"proj": nn.Linear(width, 1)})
 
     @override
+    @property
+    def vocabulary_heads(self) -> list[nn.Linear]:
+        return [*super().vocabulary_heads, self.markov_head.markov_w2]
+
+    @override
     def prepare_training(self, options: DSparkOptions) -> DSpark:
         weight = options.confidence_loss if self.config.enable_confidence_head else 0.0
         self.traits = replace(self.traits, confidence_loss=weight)

@@ -98,6 +98,11 @@ class Eagle(DecoderChain):
         self.feature_noise = 0.0
         self.detach = False
 
+    @override
+    @property
+    def borrowed_head(self) -> TargetHead:
+        return self.target
+
     # ---------------------------------------------------- starting weights, and how it is trained
 
     @override
@@ -195,8 +200,8 @@ class Eagle(DecoderChain):
         return state
 
     def head(self, hidden: Tensor, depth: int = 0) -> Tensor:
-        """[N, H] -> [N, V], by the target's head."""
-        return self.target.logits(hidden.to(self.target.dtype))
+        """[N, H] -> [N, V_draft], by the target's head."""
+        return self.borrowed_logits(hidden)
 
 
 def _with_noise(features: TargetFeatures, reach: float) -> Tensor:

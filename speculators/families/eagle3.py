@@ -140,14 +140,12 @@ class Eagle3(DecoderChain):
         self.lm_head = nn.Linear(width, config.draft_vocab_size, bias=False)
         if config.own_embeddings:
             self.embed_tokens = nn.Embedding(config.vocab_size, width)
-        if config.reduced_vocabulary:
-            self.register_buffer("target_ids", torch.arange(config.draft_vocab_size))
         self.positions = RotaryTable(config)
 
     @override
     @property
-    def draft_to_target(self) -> Tensor | None:
-        return self.target_ids if self.config.reduced_vocabulary else None
+    def vocabulary_heads(self) -> list[nn.Linear]:
+        return [self.lm_head]
 
     # -------------------------------------------------------------- starting weights
 

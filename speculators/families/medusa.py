@@ -94,8 +94,13 @@ class Medusa(SlotwiseDrafter):
             for _ in range(config.num_heads)
         )
         self.lm_heads = nn.ModuleList(
-            nn.Linear(width, config.vocab_size, bias=False) for _ in range(config.projections)
+            nn.Linear(width, config.draft_vocab_size, bias=False) for _ in range(config.projections)
         )
+
+    @override
+    @property
+    def vocabulary_heads(self) -> list[nn.Linear]:
+        return list(self.lm_heads)  # type: ignore[arg-type]
 
     @override
     def start_terms(self, options: MedusaOptions) -> int:
@@ -135,7 +140,7 @@ class Medusa(SlotwiseDrafter):
         return self.blocks[depth](state)
 
     def head(self, hidden: Tensor, depth: int = 0) -> Tensor:
-        """[N, H] -> [N, V]."""
+        """[N, H] -> [N, V_draft]."""
         return self.lm_heads[min(depth, len(self.lm_heads) - 1)](hidden)
 
     @override

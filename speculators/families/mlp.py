@@ -138,9 +138,16 @@ class MLPSpeculator(SlotwiseDrafter):
             for size in (config.target_hidden_size, *[width] * later)
         )
         self.ln = nn.ModuleList(ShiftedRMSNorm(width) for _ in range(copies))
-        self.heads = nn.ModuleList(nn.Linear(width, vocabulary, bias=False) for _ in range(copies))
+        self.heads = nn.ModuleList(
+            nn.Linear(width, config.draft_vocab_size, bias=False) for _ in range(copies)
+        )
         self.state_weight = 0.5 ** (0.5 / config.n_predict)
         self.emb_weight = math.sqrt((1 - self.state_weight**2) * width / 2)
+
+    @override
+    @property
+    def vocabulary_heads(self) -> list[nn.Linear]:
+        return list(self.heads)  # type: ignore[arg-type]
 
     @torch.no_grad()
     def initialise_from(
@@ -167,7 +174,7 @@ class MLPSpeculator(SlotwiseDrafter):
         return nn.functional.gelu(_of(self.ln, depth)(mixed))
 
     def head(self, hidden: Tensor, depth: int = 0) -> Tensor:
-        """[N, width] -> [N, V]."""
+        """[N, width] -> [N, V_draft]."""
         return _of(self.heads, depth)(hidden)
 
     @override

@@ -171,6 +171,11 @@ class Mtp(ChainDrafter):
     def attention_layers(self) -> int:
         return 1
 
+    @override
+    @property
+    def borrowed_head(self) -> TargetHead:
+        return self.target
+
     def attach(self, target: TargetHead) -> Mtp:
         """See `Drafter.attach`. ConfigError also for a layer that vLLM would build otherwise."""
         super().attach(target)
@@ -244,8 +249,8 @@ class Mtp(ChainDrafter):
         return self.final_norm(self.layer(self.input_proj(joined), rotary, attends[0], queries))
 
     def head(self, hidden: Tensor, depth: int = 0) -> Tensor:
-        """[N, H] states -> [N, V], the target's own logits of them."""
-        return self.target.logits(hidden.to(self.target.dtype))
+        """[N, H] states -> [N, V_draft], the target's own logits of them."""
+        return self.borrowed_logits(hidden)
 
 
 def target_sizes(target: TargetShape, layout: str) -> dict[str, Any]:

@@ -6,14 +6,19 @@ ascending."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from draftsmith.speculators.errors import CheckpointError
 
 
-def choose_draft_vocabulary(counts: Tensor, size: int) -> Tensor:
-    """counts [V] -> [size] target ids of the most frequent, ascending; lower ids win ties."""
+def choose_draft_vocabulary(counts: Tensor, size: int, required: Sequence[int] = ()) -> Tensor:
+    """counts [V] -> [size] target ids of the most frequent, ascending; lower ids win ties, and
+    `required` come first."""
+    counts = counts.clone()
+    counts[list(required)] = counts.max() + 1
     order = torch.argsort(counts, descending=True, stable=True)[:size]
     return torch.sort(order).values
 

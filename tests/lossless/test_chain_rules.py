@@ -19,11 +19,15 @@ from tests.support.enumeration import (
     chain,
     enumerate_rule,
     one_hot,
+    over,
     paper_toy,
     random_table,
     residuals,
 )
 
+NO_WHOLE_VOCABULARY = [
+    known for size in range(1, VOCAB) for known in itertools.combinations(range(VOCAB), size)
+]
 EVERY_RULE = pytest.mark.parametrize("rule", RULES)
 ALL_DRAFTS = {gamma: list(itertools.product(range(VOCAB), repeat=gamma)) for gamma in (1, 2, 3)}
 
@@ -93,6 +97,14 @@ def test_precision_is_the_inputs(dtype, rule):
     for q in (p[:, :2].flip(-1), None):
         verdict = verify(p, Proposal(torch.tensor([[0, 1]]), [2], q), rule)
         assert verdict.accept_probs.dtype == residuals(verdict).dtype == dtype
+
+
+@EVERY_RULE
+@pytest.mark.parametrize("known", NO_WHOLE_VOCABULARY)
+def test_lossless_for_every_reduced_vocabulary(known, rule):
+    """q is 0 outside of it, also where p is large."""
+    world = World(chain(2), random_table(9), over(known, random_table(10)))
+    assert_lossless(world, rule)
 
 
 @EVERY_RULE

@@ -17,6 +17,7 @@ from tests.support.enumeration import (
     assert_lossless,
     chain,
     enumerate_rule,
+    over,
     paper_toy,
     random_table,
 )
@@ -38,6 +39,13 @@ SHAPES = {
 def test_lossless_for_sampled_trees(rule, shape, sparse):
     q = random_table(60, sparse and shape != "wide")
     assert_lossless(World(SHAPES[shape], random_table(3, sparse), q), rule)
+
+
+@pytest.mark.parametrize("rule", ["traversal", "sample_match"])
+@pytest.mark.parametrize("known", [(0, 1), (1, 2), (0, 2)])
+def test_lossless_for_every_reduced_vocabulary_of_two_siblings(known, rule):
+    world = World(PAIRS, random_table(9), over(known, random_table(10)))
+    assert_lossless(world, rule)
 
 
 @pytest.mark.parametrize("seed", range(3))

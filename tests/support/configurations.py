@@ -110,6 +110,8 @@ def possible(chosen: Partial) -> bool:
         or (rule == "traversal" and not sampled)
         # the shape of a tree does not adapt
         or (draws_trees and length == "adaptive")
+        # trained families alone score the tokens of a vocabulary
+        or (chosen.get("vocabulary") == "reduced" and (not head or drafter == "fake"))
         # nothing is drafted
         or (drafter == "off" and (rule not in (None, "auto") or length not in (None, "fixed")))
         # a cut of a recurrent target cannot be rolled back by the drafter
@@ -131,6 +133,7 @@ class Configuration:
     rows: str
     architecture: str
     device: str = "cpu"
+    vocabulary: str = "whole"
 
     def __str__(self) -> str:
         return "-".join(vars(self).values())
@@ -164,6 +167,10 @@ class Configuration:
         }
         if self.drafter in FAMILIES:
             frozen, drafter = make_drafter(_fitting(FAMILIES[self.drafter], vocab), model)
+            if self.vocabulary == "reduced":
+                known = drafter.draft_to_target
+                known = torch.arange(vocab) if known is None else known
+                drafter.reduce_vocabulary(known[::2])
             head = drafter.to(device).freeze()
             return make_llm(frozen, drafter=head, tree=TREES.get(self.tree), **drafting, **options)
         if self.drafter == "fake":
@@ -248,6 +255,7 @@ GREEDY = _configurations(
         "rule": ["auto", "sample_match", "token"],
         "rows": ["1", "3", "6"],
         "device": ["cpu", "claimed gpu"],
+        "vocabulary": ["whole", "reduced"],
     },
     {},
 )
@@ -260,6 +268,7 @@ SAMPLED = _configurations(
         "tree": ["chain", *TREES],
         "length": [*LENGTHS],
         "rows": ["40", "400"],
+        "vocabulary": ["whole", "reduced"],
     },
     {
         "list": ["ngram", "suffix", "random"],

@@ -119,7 +119,7 @@ class FakeHead(Drafter):
     def __init__(
         self, vocab_size: int, tap_layers: tuple[int, ...], hidden_size: int, draft_ids=None
     ) -> None:
-        super().__init__(SimpleNamespace(tap_layers=tap_layers))
+        super().__init__(SimpleNamespace(tap_layers=tap_layers, reduced_vocabulary=False))
         source = torch.Generator().manual_seed(5)
 
         def weights(*shape):

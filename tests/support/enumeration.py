@@ -284,6 +284,18 @@ def one_hot(table: Table) -> Table:
     return lambda prefix: torch.nn.functional.one_hot(table(prefix).argmax(), VOCAB).double()
 
 
+def over(known: Sequence[int], table: Table) -> Table:
+    """The same over these tokens alone: a reduced vocabulary."""
+    listed = torch.zeros(VOCAB, dtype=torch.float64)
+    listed[list(known)] = 1.0
+
+    def reduced(prefix: tuple) -> Tensor:
+        kept = table(prefix) * listed
+        return kept / kept.sum()
+
+    return reduced
+
+
 def paper_toy(gamma: int) -> World:
     """p = (1/3, 2/3), q = (2/3, 1/3) (Sun et al. 2403.10444)."""
     p, q = torch.tensor([[1, 2, 0], [2, 1, 0]], dtype=torch.float64) / 3

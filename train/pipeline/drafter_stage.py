@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from draftsmith.inference.entrypoints.loading import load_tokenizer
 from draftsmith.inference.progress import Stages
@@ -24,6 +26,8 @@ from draftsmith.train.recipe.recipe import Recipe
 from draftsmith.train.trainer import checkpoint
 from draftsmith.train.trainer.seeding import seeded
 
+COUNTED_AT_ONCE = 1024  # rows
+
 
 def make_drafter(
     recipe: Recipe,
@@ -36,10 +40,11 @@ def make_drafter(
     """A drafter ready to train, on the target's device: draft vocabulary chosen from the supervised
     tokens, weights loaded or initialised (but not fitted where a checkpoint in `folder` will
     replace them). The recipe's seed decides."""
+    counts = _supervised(features.rows, target.vocab_size)
     with seeded(recipe.training.seed, target.device):
-        return _initialised(recipe, config, target, features, stages, folder).prepare_training(
-            recipe.drafter
-        )
+        drafter = _initialised(recipe, config, target, features, counts, stages, folder)
+        drafter.token_counts = counts
+        return drafter.prepare_training(recipe.drafter)
 
 
 def _initialised(
@@ -47,6 +52,7 @@ def _initialised(
     config: DrafterConfig,
     target: TargetHead,
     features: RowFeatures,
+    counts: Tensor,
     stages: Stages,
     folder: Path,
 ) -> Drafter:
@@ -62,11 +68,6 @@ def _initialised(
             drafter.load_state_dict(load_drafter(start, target).state_dict(), strict=False)
         return drafter
     if config.reduced_vocabulary:
-        counts = torch.zeros(config.vocab_size)
-        for row in features.rows:
-            counts += torch.bincount(
-                torch.from_numpy(row.input_ids[row.loss_mask]).long(), minlength=config.vocab_size
-            )
         ids = choose_draft_vocabulary(counts, config.draft_vocab_size)
         assert drafter.draft_to_target is not None  # the vocabulary is reduced
         drafter.draft_to_target.copy_(ids)
@@ -81,6 +82,16 @@ def _initialised(
             sample = _sample_features(drafter, features, terms, advance)
     drafter.initialise_from(target, recipe.drafter, features=sample)
     return drafter
+
+
+def _supervised(rows: Sequence[Any], vocab_size: int) -> Tensor:
+    """How often each token is supervised in these rows [V]."""
+    counts = torch.zeros(vocab_size, dtype=torch.long)
+    for first in range(0, len(rows), COUNTED_AT_ONCE):
+        several = (rows[i] for i in range(first, min(first + COUNTED_AT_ONCE, len(rows))))
+        ids = np.concatenate([row.input_ids[row.loss_mask] for row in several])
+        counts += torch.bincount(torch.from_numpy(ids).long(), minlength=vocab_size)
+    return counts
 
 
 def meet_tokenizers(recipe: Recipe, drafter: Drafter, tokenizer: Any) -> None:

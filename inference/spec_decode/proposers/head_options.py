@@ -21,6 +21,15 @@ class HeadOptions(MethodOptions):
     draft_sample_method: Literal["probabilistic", "greedy"] = option(
         "probabilistic", "at temperature > 0: sample from q, or take its argmax"
     )
+    draft_vocab_size: int | None = option(
+        None,
+        "the number of tokens that are proposed: the most frequent of the text that the drafter was"
+        " trained on, or the first of draft_token_ids",
+        ge=1,
+    )
+    draft_token_ids: str | list[int] | None = option(
+        None, "a JSON file of the token ids that are proposed, the most frequent first"
+    )
     speculative_token_tree: str | list[list[int]] | None = option(
         None,
         "a fixed tree of drafts, as the ranks on the way to each, such as [(0,), (1,), (0, 0)];"

@@ -35,6 +35,7 @@ from draftsmith.speculators.options import Count, DrafterOptions, PositiveInt
 from draftsmith.speculators.precision import to_device
 from draftsmith.speculators.target.frozen_target import FrozenTarget, TargetFeatures
 from draftsmith.speculators.target.target_head import TargetHead
+from draftsmith.speculators.vocab.draft_vocab import to_draft_ids
 from draftsmith.speculators.vocab.token_bytes import same_vocabulary
 from draftsmith.speculators.vocab.token_map import TokenMap
 
@@ -216,6 +217,8 @@ class DraftModel(TokenDrafter):
     @override
     @property
     def draft_to_target(self) -> Tensor | None:
+        if self.config.reduced_vocabulary:
+            return self.target_ids
         if self.token_map is not None:
             return self.token_map.target_ids
         size = self.config.vocab_size
@@ -225,6 +228,18 @@ class DraftModel(TokenDrafter):
         if self._shared is None or self._shared.device != self.target.device:
             self._shared = torch.arange(size, device=self.target.device)
         return self._shared
+
+    @override
+    @property
+    def borrowed_head(self) -> FrozenTarget:
+        return self.runner
+
+    @override
+    @property
+    def borrowed_ids(self) -> Tensor:
+        if self.token_map is None:
+            return self.target_ids
+        return self.token_map.draft_ids[to_draft_ids(self.target_ids, self.token_map.target_ids)]
 
     def meet_tokenizers(
         self,
@@ -328,6 +343,8 @@ class DraftModel(TokenDrafter):
 
     def head(self, hidden: Tensor, depth: int = 0) -> Tensor:
         """[N, D] -> [N, V_draft]: the model's own head, over the tokens that the target has."""
+        if self.config.reduced_vocabulary:
+            return self.borrowed_logits(hidden)
         logits = self.runner.logits(hidden)
         if self.token_map is not None:
             return logits[..., self.token_map.draft_ids]
