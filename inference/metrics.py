@@ -11,6 +11,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
+# parts of a round, in the order of reports (docs/evaluate.md)
+VERIFICATION = "verification"
+DRAFT_FORWARD = "draft_forward"
+DRAFT_HEAD = "draft_head"
+SAMPLING = "sampling"
+REST = "rest"
+PARTS = (VERIFICATION, DRAFT_FORWARD, DRAFT_HEAD, SAMPLING, REST)
+
 
 def acceptance_length(num_accepted: float, num_drafts: float) -> float:
     """Tokens committed per verification, bonus included: 1 + accepted / drafts. 1 without

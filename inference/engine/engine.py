@@ -17,7 +17,7 @@ from torch import Tensor
 from draftsmith.inference.engine.logprobs import record_logprobs
 from draftsmith.inference.engine.memory import memory_fault
 from draftsmith.inference.engine_options import EngineOptions
-from draftsmith.inference.metrics import SpecDecodeCounters
+from draftsmith.inference.metrics import REST, SAMPLING, VERIFICATION, SpecDecodeCounters
 from draftsmith.inference.model_runner.compile_options import CompileOptions, read_compilation
 from draftsmith.inference.model_runner.model_runner import ModelRunner
 from draftsmith.inference.outputs import JudgedRound, Placed
@@ -27,7 +27,7 @@ from draftsmith.inference.sampling_params import SamplingParams
 from draftsmith.inference.spec_decode.draft_length import DraftLength
 from draftsmith.inference.spec_decode.logits import process_logits
 from draftsmith.inference.spec_decode.proposal import Kept, Proposal
-from draftsmith.inference.spec_decode.proposers.base import Proposer
+from draftsmith.inference.spec_decode.proposers.base import Proposer, TimedMethod
 from draftsmith.inference.spec_decode.round_plan import RoundPlan
 from draftsmith.inference.spec_decode.tree_attention import along, tree_places
 from draftsmith.inference.spec_decode.verification.rejection_sampler import AUTO, verify_and_sample
@@ -202,14 +202,8 @@ class Engine:
         """Propose, verify, sample, commit. B = rows in use, K = longest draft of the round."""
         proposer = self.drafting
         plan, proposal = self._propose(rows)
-        anchors = [[request.token_ids[-1]] for request in rows]
-        inputs = on_device(anchors, self.target.device)  # [B, 1]
-        if proposal.width:
-            inputs = torch.cat([inputs, proposal.token_ids], dim=1)  # [B, 1+K]
-        tree = tree_places(proposal, inputs.device)
-        taps, last_hidden = self.runner(0, inputs, tree)
+        taps, last_hidden, logits = self._forward(rows, proposal)
         compiled = self.runner.ran_compiled
-        logits = self.runner.logits(last_hidden)  # [B, 1+K, V]
         if proposer is not None and proposer.reads_logits:
             proposer.see_logits(rows, proposal, logits)
         kept = self._decide(logits, proposal, rows)
@@ -235,12 +229,33 @@ class Engine:
             proposer.observe(rows, kept_counts, taps, last_hidden)
         return self._release_finished()
 
+    def timed_methods(self) -> list[TimedMethod]:
+        """The methods of a round by the part of it that they are; `_round` is all of it."""
+        methods = [
+            TimedMethod(self, "_round", REST),
+            TimedMethod(self, "_forward", VERIFICATION),
+            TimedMethod(self, "_decide", SAMPLING),
+        ]
+        return methods if self.proposer is None else methods + self.proposer.timed_methods()
+
     def _propose(self, rows: list[Request]) -> tuple[RoundPlan, Proposal]:
         """The plan of a round, and the drafts that are verified by it."""
         if self.drafting is None:
             return RoundPlan([0] * len(rows)), Proposal.empty(len(rows), self.target.device)
         plan = self.draft_length.plan(rows)
         return plan, plan.settle(self.drafting.propose(rows, plan))
+
+    def _forward(
+        self, rows: Sequence[Request], proposal: Proposal
+    ) -> tuple[Tensor | None, Tensor, Tensor]:
+        """The target over each row's anchor and drafts: taps, last_hidden, logits [B, 1+K, ·]."""
+        anchors = [[request.token_ids[-1]] for request in rows]
+        inputs = on_device(anchors, self.target.device)  # [B, 1]
+        if proposal.width:
+            inputs = torch.cat([inputs, proposal.token_ids], dim=1)  # [B, 1+K]
+        tree = tree_places(proposal, inputs.device)
+        taps, last_hidden = self.runner(0, inputs, tree)
+        return taps, last_hidden, self.runner.logits(last_hidden)
 
     def _prefill(self, first: int) -> list[Request]:
         """Feeds the prompts of the rows from `first` on, longest first, in chunks of at most

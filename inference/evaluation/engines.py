@@ -25,8 +25,10 @@ from draftsmith.inference.entrypoints.speculative_config import (
     parse_speculative_config,
     sizes_of,
 )
+from draftsmith.inference.evaluation.round_times import time_rounds
 from draftsmith.inference.model_runner.model_runner import ModelRunner
 from draftsmith.inference.outputs import RequestOutput
+from draftsmith.inference.report.round_cost import RoundTimes
 from draftsmith.inference.report.schema import OUR_ENGINE, EngineFacts
 from draftsmith.inference.sampling_params import SamplingParams
 from draftsmith.inference.spec_decode.proposers.methods import method_options
@@ -172,6 +174,12 @@ class MeasuredEngine(ABC):
     ) -> list[RequestOutput]:
         """The responses to prompts that are given at once."""
 
+    def time_rounds(
+        self, prompts: Prompts, params: Sequence[SamplingParams], batch: int
+    ) -> RoundTimes:
+        """Rounds timed part by part, `batch` prompts in flight; none, if the engine cannot tell."""
+        return RoundTimes()
+
     @abstractmethod
     def facts(self) -> EngineFacts:
         """Name, version and platform of the engine, once it is prepared."""
@@ -271,6 +279,12 @@ class RuntimeEngine(MeasuredEngine):
     def prepare(self, prompts: Prompts, max_tokens: int) -> None:
         # nothing is compiled while it is timed
         self.llm.warm_up(longest=max(map(len, prompts)) + max_tokens)
+
+    @override
+    def time_rounds(
+        self, prompts: Prompts, params: Sequence[SamplingParams], batch: int
+    ) -> RoundTimes:
+        return time_rounds(self.llm, prompts, params, batch)
 
     @override
     def in_float32(self, rows: int) -> RuntimeEngine:

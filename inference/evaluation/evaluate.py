@@ -459,6 +459,7 @@ class _Evaluation:
         for ended, (kind, run) in enumerate(passes, 1):
             cell.passes[kind].append(run)
             self._note(f"{note}, {ended} of {len(runs) * settings.repeats} passes")
+        cell.rounds = self.engine.time_rounds(prompts, params, settings.batch_size)
 
     def _num_timed(self, cell: _CellRun) -> int:
         """Prompts of a timed pass: enough for `timed_prompts` and, by the responses that were

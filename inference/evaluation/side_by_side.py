@@ -21,11 +21,13 @@ from rich.table import Table
 from draftsmith.inference.entrypoints.llm import LLM
 from draftsmith.inference.entrypoints.prompts import Prompt
 from draftsmith.inference.evaluation.lossless import compare_greedy
+from draftsmith.inference.evaluation.round_times import time_rounds
 from draftsmith.inference.evaluation.timing import interleaved
 from draftsmith.inference.outputs import RequestOutput
 from draftsmith.inference.progress import Advance, Stages, unwatched
 from draftsmith.inference.provenance import environment
 from draftsmith.inference.report.measurement import Measurement
+from draftsmith.inference.report.round_cost import RoundTimes, why_slower
 from draftsmith.inference.report.schema import (
     AUTOREGRESSIVE,
     SPECULATIVE,
@@ -34,7 +36,7 @@ from draftsmith.inference.report.schema import (
     TimedPass,
 )
 from draftsmith.inference.report.speed import how_rounds_ran, stalled
-from draftsmith.inference.report.table import new_table, row, stall_note
+from draftsmith.inference.report.table import cost_table, new_table, row, stall_note
 from draftsmith.inference.sampling_params import SamplingParams
 from draftsmith.inference.whole_file import write_whole
 from draftsmith.speculators.errors import ConfigError
@@ -120,6 +122,8 @@ class SideBySide:
                 SPECULATIVE: [run for run, _ in pairs],
                 AUTOREGRESSIVE: [run for _, run in pairs],
             }
+            if self.interrupt is None:
+                measurement.rounds = self._rounds(name, prompts, params)
             if params.greedy and self.interrupt is None:
                 measurement.lossless.append(self._compare(measured[DEFAULT], measurement))
         return measured
@@ -158,6 +162,12 @@ class SideBySide:
 
         runs = {name: partial(one_pass, name) for name in self.llms}
         yield from interleaved(runs, "prompts", repeats, self.target.device)
+
+    def _rounds(self, name: str, prompts: Sequence[Prompt], params: SamplingParams) -> RoundTimes:
+        """The rounds of a method by part, over the first prompts."""
+        ids = [prompt.token_ids for prompt in prompts]
+        seeded = [replace(params, seed=(params.seed or 0) + i) for i in range(len(prompts))]
+        return time_rounds(self.llms[name], ids, seeded, self.rows)
 
     def _compare(self, default: Measurement, measurement: Measurement) -> LosslessCheck:
         return compare_greedy(
@@ -198,7 +208,9 @@ def compare_methods(
     versions = environment(engines.target.device, engines.target.dtype)
     conditions = f"T={params.temperature:g}, {versions['dtype']}, {versions['device']}"
     console.print(_table(cells, f"{title}: {len(prompts)} prompts, {conditions}"))
-    for line in remarks(measured):
+    if costs := [(name, cell) for name, cell in cells.items() if cell.round_cost]:
+        console.print(cost_table(costs))
+    for line in [*remarks(measured), *_slower(cells)]:
         console.print(line, highlight=False, soft_wrap=True)
     if saved is not None:
         tree: dict[str, Any] = {
@@ -237,6 +249,11 @@ def _table(cells: Mapping[str, Cell], title: str) -> Table:
     )
     table.caption_justify = "left"
     return table
+
+
+def _slower(cells: Mapping[str, Cell]) -> list[str]:
+    """Of every method that is slower than the default, why, and what to do."""
+    return [f"{name}: {line}" for name, cell in cells.items() for line in why_slower(cell)]
 
 
 def results(requests: Sequence[RequestOutput], cell: Cell) -> dict[str, Any]:

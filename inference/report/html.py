@@ -25,7 +25,7 @@ from draftsmith.inference.report.schema import (
     AcceptanceReport,
     Cell,
 )
-from draftsmith.inference.report.table import EVERY, notes, row, spread
+from draftsmith.inference.report.table import COSTS, EVERY, cost_rows, notes, row, spread
 
 PALETTE = ("#0072b2", "#e69f00", "#00805e", "#b8508f", "#56b4e9", "#c9520a", "#7a5fb5", "#8a7a2c")
 INK = "#23272e"
@@ -69,6 +69,8 @@ def render_html(report: AcceptanceReport) -> str:
                 (row(cell) | {"workload": cell.label}, cell.workload == ALL_WORKLOADS)
                 for cell in report.results
             ],
+            cost_columns=COSTS,
+            cost_rows=cost_rows(report),
             notes=notes(report),
             figures=[speedup_bars(report), *position_lines(report)],
             checks=[(cell.temperature, c) for cell in report.pooled() for c in cell.lossless],

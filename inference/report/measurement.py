@@ -17,6 +17,7 @@ from draftsmith.inference.metrics import (
     sum_of_squares,
 )
 from draftsmith.inference.outputs import RequestMetrics, RequestOutput
+from draftsmith.inference.report.round_cost import RoundTimes, round_cost
 from draftsmith.inference.report.schema import (
     AUTOREGRESSIVE,
     OUR_ENGINE,
@@ -39,6 +40,7 @@ class Measurement:
     requests         responses with drafting, of one pass, with their `metrics`
     replay           one result per response, over the text of `requests`
     passes           by kind (SPECULATIVE, AUTOREGRESSIVE), in the order of repeats
+    rounds           timed part by part, in a pass of their own
     suite            of which the workload is a category"""
 
     workload: str
@@ -49,6 +51,7 @@ class Measurement:
     replay: list[ReplayResult] = field(default_factory=list)
     passes: dict[str, list[TimedPass]] = field(default_factory=dict)
     lossless: list[LosslessCheck] = field(default_factory=list)
+    rounds: RoundTimes = field(default_factory=RoundTimes)
     engine: str = OUR_ENGINE
     suite: str | None = None
 
@@ -84,6 +87,7 @@ def make_cell(parts: Sequence[Measurement], workload: str) -> Cell:
         joint_acceptance_per_position=_known(total.joint_rates()),
         conditional_acceptance_per_position=_known(total.conditional_rates()),
         acceptance_by_position=position_bins(requests),
+        round_cost=round_cost([part.rounds for part in parts], first.num_speculative_tokens),
         expected=(
             compare_expected(metrics, [result for part in parts for result in part.replay])
             if replayed

@@ -135,6 +135,32 @@ class PositionBin(Record):
     """1 + accepted ÷ rounds, over these rounds."""
 
 
+class RoundCost(Record):
+    """What a round with drafts costs, in plain decoding steps. Of a short pass of its own, in which
+    rounds are timed part by part."""
+
+    plain_step_seconds: float
+    """Mean time of a round without drafting, of as many requests: the unit of all that follows."""
+    timed_rounds: int
+    """Rounds with a draft that were timed."""
+    drafts_per_row: float
+    """Drafts of a request in them."""
+    verification: float
+    """The target's forward over anchor and drafts, its output head included."""
+    draft_forward: float
+    """The drafter but for its head: its inputs and layers; of a matcher its search."""
+    draft_head: float | None
+    """The drafter's output head; null: it has none, or `draft_forward` is one step with it."""
+    sampling: float
+    """Choosing drafts, their q, accepting them, and the target's own token."""
+    rest: float
+    """What is left: the plan of the round, caches, features that are kept, commits."""
+    break_even_acceptance_length: float
+    """Sum of the five parts, and so the τ at which drafting is as fast as plain decoding."""
+    break_even_by_length: list[float] = []
+    """The same with 1…K drafts, on a line through the costs of 1 and K; empty: not timed."""
+
+
 class Cell(Record):
     """One method on one workload at one temperature."""
 
@@ -180,6 +206,8 @@ class Cell(Record):
     """By kind: Σ tokens ÷ Σ seconds over workloads, seconds by the median of the repeats."""
     speedup_vs_autoregressive: Estimate | None = None
     """Rate of `speculative` ÷ that of `autoregressive`, the same engine; null if not timed."""
+    round_cost: RoundCost | None = None
+    """Where a round's time goes; null: not timed, or too few rounds drafted."""
     expected: ExpectedAcceptance | None = None
     """Acceptance that replay expects."""
     lossless: list[LosslessCheck] = []

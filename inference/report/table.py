@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from draftsmith.inference.report.round_cost import why_slower
 from draftsmith.inference.report.schema import (
     ALL_WORKLOADS,
     AUTOREGRESSIVE,
@@ -35,6 +36,8 @@ EVERY = (
     *("workload", "engine", "T", "n", "τ", "τ mean", "expected", "/fwd"),
     *("tok/s", "off", "speedup", "same"),
 )
+COSTS = ("verification", "draft", "head", "sampling", "rest", "even at τ", "τ")
+COSTS_TITLE = "where a round's time goes, in plain decoding steps"
 Row = dict[str, str]
 
 
@@ -81,6 +84,32 @@ def _same_text(cell: Cell) -> str:
     if mismatches:
         return f"NO {mismatches}"
     return f"yes ~{ties}" if ties else "yes"
+
+
+def cost_row(cell: Cell) -> list[str]:
+    """Where the time of a round goes, by COSTS; the cell has a `round_cost`."""
+    cost = cell.round_cost
+    assert cost is not None
+    numbers = [
+        *(cost.verification, cost.draft_forward, cost.draft_head, cost.sampling, cost.rest),
+        *(cost.break_even_acceptance_length, cell.acceptance_length),
+    ]
+    return [NONE if number is None else f"{number:.2f}" for number in numbers]
+
+
+def cost_rows(report: AcceptanceReport) -> list[list[str]]:
+    """The temperature and `cost_row` of every pooled cell that has one."""
+    return [
+        [f"T={cell.temperature:g}", *cost_row(cell)] for cell in report.pooled() if cell.round_cost
+    ]
+
+
+def cost_table(cells: Iterable[tuple[str, Cell]]) -> Table:
+    """A row for each name and its cell, which has a `round_cost`."""
+    table = new_table(COSTS_TITLE, "", *COSTS)
+    for name, cell in cells:
+        table.add_row(name, *cost_row(cell))
+    return table
 
 
 def position_rows(cells: Iterable[Cell]) -> list[list[str]]:
@@ -135,6 +164,7 @@ def notes(report: AcceptanceReport) -> list[str]:
             )
             lines.append(f"τ by position in the text at {temperature} (rounds): {bins}")
         lines += timing_notes(cell)
+        lines += [f"{temperature}: {line}" for line in why_slower(cell)]
     return lines + suite_notes(report)
 
 
@@ -209,6 +239,8 @@ def print_report(report: AcceptanceReport, console: Console | None = None) -> No
         for values in position_rows(part.pooled()):
             rates.add_row(*values)
         console.print(rates)
+    if costs := [cell for cell in report.pooled() if cell.round_cost]:
+        console.print(cost_table((f"T={cell.temperature:g}", cell) for cell in costs))
     for line in notes(report):
         console.print(line, highlight=False)
     if report.gates:

@@ -7,15 +7,25 @@ the prompt by `prefill`, of what a round keeps by `observe`."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from draftsmith.inference.kv_cache.ragged_cache import RaggedCache
+from draftsmith.inference.metrics import DRAFT_FORWARD
 from draftsmith.inference.model_runner.compile_options import CompileOptions
 from draftsmith.inference.requests.request import Request
 from draftsmith.inference.spec_decode.proposal import Proposal
 from draftsmith.inference.spec_decode.round_plan import RoundPlan
+
+
+class TimedMethod(NamedTuple):
+    """A method of a round, and the part of the round that its time counts as (`metrics.PARTS`),
+    but for the methods within it that have a part of their own."""
+
+    owner: Any
+    name: str
+    part: str
 
 
 class Proposer:
@@ -84,6 +94,10 @@ class Proposer:
         """Drafts `depth` tokens for every row and forgets them, to be timed; False if drafting
         takes no time."""
         return False
+
+    def timed_methods(self) -> list[TimedMethod]:
+        """Its methods by the part of a round that they are."""
+        return [TimedMethod(self, "propose", DRAFT_FORWARD)]
 
     def compile(self, options: CompileOptions | None) -> None:
         """Drafts by compiled steps from now on, where it has any; None: no more. While there is no

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from draftsmith.inference.kv_cache.ragged_cache import RaggedCache
+from draftsmith.inference.metrics import DRAFT_HEAD, SAMPLING
 from draftsmith.inference.model_runner.plain_decoder import plain_or_none
 from draftsmith.inference.requests.request import Request
 from draftsmith.inference.sampling.sampler import (
@@ -28,11 +30,11 @@ from draftsmith.inference.sampling.sampler import (
 )
 from draftsmith.inference.spec_decode.logits import active_rows, process_chain_logits
 from draftsmith.inference.spec_decode.proposal import Proposal, padded
-from draftsmith.inference.spec_decode.proposers.base import Proposer
+from draftsmith.inference.spec_decode.proposers.base import Proposer, TimedMethod
 from draftsmith.inference.spec_decode.round_plan import RoundPlan
-from draftsmith.inference.spec_decode.tree_drafting import GROWTHS
+from draftsmith.inference.spec_decode.tree_drafting import GROWTHS, TreeGrowth
 from draftsmith.inference.spec_decode.tree_shape import TreeShape
-from draftsmith.speculators.drafter import DraftInput
+from draftsmith.speculators.drafter import DraftInput, TreeLevel
 from draftsmith.speculators.precision import on_device
 from draftsmith.speculators.vocab.draft_vocab import scatter_to_target, to_target_ids
 
@@ -109,6 +111,16 @@ class HeadProposer(Proposer):
             from draftsmith.inference.model_runner.compiled_chain import compiled_chain
 
             self._best_chain = compiled_chain(self._drafter, self.cache, self._depth, options)
+
+    @override
+    def timed_methods(self) -> list[TimedMethod]:
+        methods = super().timed_methods()
+        methods += [
+            TimedMethod(self, name, SAMPLING) for name in ("_choose", "_distributions", "_grow")
+        ]
+        if self._best_chain is None:  # else one step has the head, and its maths stays as compiled
+            methods.append(TimedMethod(self._drafter, "head", DRAFT_HEAD))
+        return methods
 
     @override
     def warm_up(self, deadline: float, longest: int | None = None) -> None:
@@ -194,7 +206,8 @@ class HeadProposer(Proposer):
             self._draft_tree(requests, [self._tree.budget] * rows, probabilistic=False)
         else:
             inputs = self._take_waiting(requests)
-            drafted, _ = self._draft_all(inputs, requests, depth, self._best, confident=True)
+            best = partial(self._choose, None)
+            drafted, _ = self._draft_all(inputs, requests, depth, best, confident=True)
             for token_ids in drafted:
                 token_ids.tolist()  # waits for the device
         self._seen = seen
@@ -219,7 +232,7 @@ class HeadProposer(Proposer):
             token_ids = self._best_chain(inputs)
             if token_ids is not None:
                 return Proposal(token_ids[:, :depth], list(counts))
-        draw = sampled or self._best
+        draw = partial(self._choose, sampled)
         confidence = None
         if plan.reads_confidence and self.stops_early:
             drafted = self._draft_asking(inputs, requests, depth, draw, plan)
@@ -233,7 +246,7 @@ class HeadProposer(Proposer):
             return Proposal.empty(len(requests), self._device)
         q = None
         if sampled is not None:
-            q = scatter_to_target(sampled.distributions(), self._draft_to_target, self._vocab_size)
+            q = self._distributions(sampled)
         counts = [min(count, len(drafted)) for count in counts]
         return Proposal(torch.stack(drafted, 1), counts, q, confidence=confidence)
 
@@ -293,9 +306,16 @@ class HeadProposer(Proposer):
                 )
                 yield logits, step.confidence
 
-    def _best(self, logits: Tensor) -> Tensor:
-        """[b, V_draft] -> [b] target ids."""
+    def _choose(self, sampled: _SampledChain | None, logits: Tensor) -> Tensor:
+        """Logits [b, V_draft] of the next depth -> its drafts [b], target ids: drawn, or without
+        `sampled` the best."""
+        if sampled is not None:
+            return sampled(logits)
         return to_target_ids(argmax(logits), self._draft_to_target)
+
+    def _distributions(self, sampled: _SampledChain) -> Tensor:
+        """What the drafts were drawn from, [b, depth, V]."""
+        return scatter_to_target(sampled.distributions(), self._draft_to_target, self._vocab_size)
 
     # ------------------------------------------------------------------ trees
 
@@ -308,8 +328,13 @@ class HeadProposer(Proposer):
         growth = GROWTHS[type(self._tree)](
             self._tree, requests, counts, *vocabularies, probabilistic=probabilistic
         )
-        self._drafter.draft_tree(self._take_waiting(requests), self._depth, growth)
+        grow = partial(self._grow, growth)
+        self._drafter.draft_tree(self._take_waiting(requests), self._depth, grow)
         return growth.proposal()
+
+    def _grow(self, growth: TreeGrowth, logits: Tensor) -> TreeLevel | None:
+        """The next level of a tree, by the logits [b, nodes, V_draft] of the last one."""
+        return growth(logits)
 
     # ------------------------------------------------------------------ rows
 
