@@ -5,7 +5,9 @@ text_generator.py."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,6 +30,8 @@ from draftsmith.inference.entrypoints.loading import (
 from draftsmith.inference.entrypoints.speculative_config import complete, parse_speculative_config
 from draftsmith.inference.entrypoints.text_generator import TextGenerator
 from draftsmith.inference.entrypoints.vllm_options import read_options, read_speculative_config
+from draftsmith.inference.spec_decode.proposers.options import MethodOptions
+from draftsmith.speculators.errors import CheckpointError, ConfigError
 from draftsmith.speculators.target.frozen_target import FrozenTarget
 
 
@@ -138,9 +142,53 @@ def _load(
     if loaded(model):
         require_as_loaded(target, options.dtype, options.device)
     tokenizer = load_tokenizer(model, options.tokenizer, **source)
+    return _engine_of(target, tokenizer, options, config), tokenizer
+
+
+def _engine_of(
+    target: FrozenTarget, tokenizer: Any, options: EngineOptions, config: MethodOptions
+) -> Engine:
     target, drafter = load_drafter_for(target, config, tokenizer)
     limit = model_limit(target, options.max_model_len, drafter)
     proposer = make_proposer(config, target, drafter, options.max_num_seqs, limit)
     rule = config.rejection_sample_method
-    engine = make_engine(target, options, limit, proposer, make_draft_length(config), rule)
-    return engine, tokenizer
+    return make_engine(target, options, limit, proposer, make_draft_length(config), rule)
+
+
+def engine_with_drafter(llm: TextGenerator, folder: Path) -> Engine:
+    """A second engine over the target of `llm`, with its options and its context, that drafts with
+    the exported drafter in `folder`: `model` of the speculative_config, whose other keys stay. It
+    is warmed up, and has keys and values of its own. From the thread that runs rounds.
+
+    ConfigError, CheckpointError: a folder that holds no drafter, or one that does not fit; an LLM
+    that was loaded without a drafter; rows of two engines do not fit the device."""
+    options = llm.engine.options
+    drafting = read_speculative_config(options.speculative_config)
+    if drafting is None:
+        raise ConfigError(
+            "is not set, so there is no drafter to replace; load the model with one",
+            where="speculative_config",
+        )
+    with unmoved(folder):
+        config = complete({**drafting, "model": str(folder)}, llm.engine.target)
+        method = parse_speculative_config(config)
+        engine = _engine_of(llm.engine.target, llm.get_tokenizer(), options, method)
+    TextGenerator(engine, llm.get_tokenizer()).warm_up()
+    if llm.engine.compiles and not engine.compiles:
+        raise ConfigError(
+            "rounds with it cannot be compiled beside those that run; lower max_num_seqs or"
+            " max_model_len, so that two engines have room",
+            where=f"drafter {folder}",
+        )
+    return engine
+
+
+@contextmanager
+def unmoved(folder: Path) -> Iterator[None]:
+    """CheckpointError if another folder comes in place of this one while it is read."""
+    before = folder.stat().st_ino
+    yield
+    if not folder.exists() or folder.stat().st_ino != before:
+        raise CheckpointError(
+            "was replaced while it was read; try again", where=f"drafter {folder}"
+        )

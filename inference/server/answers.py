@@ -54,7 +54,6 @@ class CompletionWriter:
         self.tokenizer = llm.get_tokenizer()
         self.ticket = ticket
         self._base = base
-        self._proposer = llm.engine.proposer
         self._detail = detail
         self._in_worker = in_worker
         self._begun: set[int] = set()  # indices of choices
@@ -183,10 +182,11 @@ class CompletionWriter:
 
     def _metrics(self) -> Answer | None:
         """Acceptance of a single response; of several there is none (as in vLLM)."""
-        if self._detail == "none" or self._proposer is None or self.ticket.responses > 1:
+        drafts = self.ticket.most_drafts
+        if self._detail == "none" or drafts is None or self.ticket.responses > 1:
             return None
         request = self.ticket.begun[0].requests[0]
-        most = min(self._proposer.num_speculative_tokens, request.most_drafts)
+        most = min(drafts, request.most_drafts)
         return {"speculative_decoding": acceptance(request, most, self._detail == "detailed")}
 
 

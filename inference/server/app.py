@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import ExitStack, asynccontextmanager
@@ -27,16 +28,24 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from draftsmith.inference.entrypoints.checks import TextLimit
+from draftsmith.inference.entrypoints.llm import engine_with_drafter
 from draftsmith.inference.entrypoints.text_generator import TextGenerator
 from draftsmith.inference.server.answers import ChatWriter, CompletionWriter, EventStream
-from draftsmith.inference.server.api_errors import APIError, error_response
+from draftsmith.inference.server.api_errors import APIError, error_response, fault
 from draftsmith.inference.server.engine_thread import EngineThread
 from draftsmith.inference.server.logged_exchanges import exchanges_of
 from draftsmith.inference.server.prometheus import ServerMetrics
-from draftsmith.inference.server.protocol import ChatRequest, CompletionRequest, GenerationRequest
+from draftsmith.inference.server.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    DrafterRequest,
+    GenerationRequest,
+)
 from draftsmith.inference.server.serve_options import ServerOptions
 from draftsmith.inference.traffic_log.recorder import Recorder
-from draftsmith.speculators.errors import ConfigError
+from draftsmith.speculators.errors import ConfigError, DraftsmithError
+
+logger = logging.getLogger(__name__)
 
 NUM_WORKERS = 4  # threads that read requests and write long answers
 # The page is one file without data, so it needs no key. It may fetch nothing but this server's
@@ -64,7 +73,9 @@ class Server:
         self.recorder = recorder
         self.started = int(time.time())  # seconds since 1970
         name = options.served_model_name[0]
-        self.metrics = ServerMetrics(name, llm, lambda: self.engine.in_flight)
+        self.metrics = ServerMetrics(
+            name, llm, lambda: self.engine.in_flight, lambda: self.engine.num_running
+        )
         self.engine = EngineThread(llm, self.metrics, options)
         self._text_limit = TextLimit(llm.get_tokenizer(), llm.engine.max_model_len)
         self._workers = anyio.CapacityLimiter(NUM_WORKERS)
@@ -81,6 +92,22 @@ class Server:
         """GET /v1/models: one model under all of its names."""
         names = self.options.served_model_name
         return JSONResponse({"object": "list", "data": [self._card(name) for name in names]})
+
+    async def drafter(self, http: Request) -> Response:
+        """POST /v1/drafter: responses that begin from now on are drafted by another head."""
+        assert self.options.drafters_dir is not None
+        body = await _body(http, self.options.max_request_bytes)
+        folder = DrafterRequest.read(body).folder(self.options.drafters_dir)
+        make = partial(engine_with_drafter, self.llm, folder)
+        try:
+            engine = await self.engine.replace_engine(make)
+        except DraftsmithError as error:
+            raise fault(error) from error
+        proposer = engine.proposer
+        assert proposer is not None
+        logger.info("responses that begin from now on are drafted by %s", folder)
+        drafts = proposer.num_speculative_tokens
+        return JSONResponse({"model": str(folder), "num_speculative_tokens": drafts})
 
     async def prometheus(self, http: Request) -> Response:
         """GET /metrics, under vLLM's names (prometheus.py)."""
@@ -227,6 +254,8 @@ def make_app(
         Route("/", server.page),
     ]
     handlers: dict[Any, Any] = {HTTPException: error_response, Exception: error_response}
+    if options.drafters_dir is not None:
+        routes.append(Route("/v1/drafter", keyed(server.drafter), methods=["POST"]))
     app = Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan)
     app.state.server = server
     return app

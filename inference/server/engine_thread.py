@@ -17,12 +17,13 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 
 import torch
 from starlette.exceptions import HTTPException
 
+from draftsmith.inference.engine.engine import Engine
 from draftsmith.inference.entrypoints.checks import CheckedRequest
 from draftsmith.inference.entrypoints.prompts import Prompt
 from draftsmith.inference.entrypoints.text_generator import TextGenerator
@@ -31,6 +32,7 @@ from draftsmith.inference.requests.response import Response
 from draftsmith.inference.server.api_errors import APIError, fault, reason
 from draftsmith.inference.server.prometheus import ServerMetrics
 from draftsmith.inference.server.serve_options import ServerOptions
+from draftsmith.speculators.precision import free_memory
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +60,9 @@ def require_device(device: torch.device) -> None:
 
 class Ticket:
     """The place of one client in the queue, for some number of responses. `streaming`: outputs are
-    deltas. `traced`: they have rounds. `begun`: what the engine has, by index of the prompt."""
+    deltas. `traced`: they have rounds. `begun`: what the engine has, by index of the prompt.
+    `most_drafts`: of a round of that engine; None while nothing has begun, and without a drafter.
+    """
 
     def __init__(self, engine: EngineThread, responses: int, streaming: bool, traced: bool) -> None:
         self._engine = engine
@@ -67,6 +71,7 @@ class Ticket:
         self.traced = traced
         self.prompts: Sequence[Prompt] = ()
         self.begun: dict[int, Response] = {}
+        self.most_drafts: int | None = None
         self.updates: asyncio.Queue[tuple[int, RequestOutput | HTTPException]] = asyncio.Queue()
 
     def submit(self, requests: Sequence[CheckedRequest]) -> None:
@@ -94,7 +99,10 @@ class Ticket:
 
 class EngineThread:
     """`max_num_queued_reqs` responses may wait beyond those that have rows. `failure`: the error
-    after which nothing is served; `on_failure` is called then."""
+    after which nothing is served; `on_failure` is called then.
+
+    New requests go to the engine of `llm`. One that `replace_engine` has taken out of it runs what
+    it has until that is finished."""
 
     def __init__(self, llm: TextGenerator, metrics: ServerMetrics, options: ServerOptions) -> None:
         self.llm = llm
@@ -105,12 +113,14 @@ class EngineThread:
         self.on_failure: Callable[[], object] = lambda: None
         self._tickets: set[Ticket] = set()
         self._calls: deque[Callable[[], object]] = deque()
+        self._replacement: Future[Engine] | None = None  # that somebody waits for
         self._wake = asyncio.Event()
         # one thread, since CUDA graphs belong to the thread that captured them
         self._thread = ThreadPoolExecutor(1, "engine")
         self._stopping = False
         # the thread's own
         self._failed_steps = 0  # in a row
+        self._replaced: list[Engine] = []  # engines that finish what they have
         self._active: dict[str, tuple[Ticket, int]] = {}  # by request id
         self._updates: list[Update] = []  # of this round
 
@@ -142,10 +152,31 @@ class EngineThread:
         self.in_flight -= ticket.responses
         self.call(partial(self._end_all, ticket))
 
+    @property
+    def num_running(self) -> int:
+        """Responses that have rows."""
+        return sum(len(engine.scheduler.running) for engine in self._engines)
+
     def call(self, work: Callable[[], object]) -> None:
         """Has the thread call `work` between two rounds."""
         self._calls.append(work)
         self._wake.set()
+
+    async def replace_engine(self, make: Callable[[], Engine]) -> Engine:
+        """Has the thread call `make` between two rounds, and returns its engine. Requests that
+        begin afterwards run in it, those before finish in the engine that they began in.
+
+        What `make` raises is raised here, and all goes on as it was. APIError: 409 while another
+        call is waited for, 503 if nothing is served."""
+        self.require_running()
+        if self._replacement is not None:
+            raise APIError(409, "another drafter is being loaded; try again later")
+        self._replacement = Future()
+        self.call(partial(self._replace_engine, make, self._replacement))
+        try:
+            return await asyncio.wrap_future(self._replacement)
+        finally:
+            self._replacement = None
 
     # ------------------------------------------------------------------ the engine
 
@@ -168,6 +199,8 @@ class EngineThread:
             logger.error("the engine has failed", exc_info=error)
             for ticket in self._tickets:
                 ticket.updates.put_nowait((0, fault(error)))
+            if self._replacement is not None and not self._replacement.done():
+                self._replacement.set_exception(fault(error))
             self.on_failure()
 
     def stop(self) -> None:
@@ -177,7 +210,7 @@ class EngineThread:
 
     def _rounds(self, loop: asyncio.AbstractEventLoop) -> None:
         """Rounds until nothing is left to do. `loop`: hands their outputs to the clients."""
-        while not self._stopping and (self._calls or self.llm.engine.has_unfinished):
+        while not self._stopping and (self._calls or any(e.has_unfinished for e in self._engines)):
             try:
                 self.round()
             finally:
@@ -186,19 +219,27 @@ class EngineThread:
                 loop.call_soon_threadsafe(_deliver, updates)
 
     def round(self) -> None:
-        """Does what was asked for, then one step. If that fails, the requests that had rows end
-        with the reason, and those that wait go on.
+        """Does what was asked for, then one step of every engine. If that fails, the requests that
+        had rows end with the reason, and those that wait go on.
 
         EngineFailure if they cannot: the device is lost, or `MOST_FAILED_STEPS` failed in a row."""
         while self._calls:
             self._calls.popleft()()
-        if not self.llm.engine.has_unfinished:
-            return
-        scheduler = self.llm.engine.scheduler
+        for engine in self._engines:
+            if engine.has_unfinished:
+                self._step(engine)
+        self._let_go()
+
+    @property
+    def _engines(self) -> list[Engine]:
+        return [*self._replaced, self.llm.engine]
+
+    def _step(self, engine: Engine) -> None:
+        scheduler = engine.scheduler
         try:
-            finished = self.llm.engine.step()
+            finished = engine.step()
         except Exception as error:
-            self._end_failed_step(error)
+            self._end_failed_step(engine, error)
             return
         self._failed_steps = 0
         for request_id in dict.fromkeys(r.request_id for r in [*finished, *scheduler.running]):
@@ -208,17 +249,45 @@ class EngineThread:
                 logger.error("request %s could not be written", request_id, exc_info=error)
                 self._fail(request_id, error)
 
-    def _end_failed_step(self, error: Exception) -> None:
+    def _end_failed_step(self, engine: Engine, error: Exception) -> None:
         logger.error("a step of the engine failed; its requests are ended", exc_info=error)
-        scheduler = self.llm.engine.scheduler
+        scheduler = engine.scheduler
         failed = scheduler.running or list(scheduler.waiting)[: scheduler.max_num_seqs]
         for request_id in {request.request_id for request in failed}:
             self._fail(request_id, error)
         self._failed_steps += 1
-        require_device(self.llm.engine.target.device)
+        require_device(engine.target.device)
         if self._failed_steps >= MOST_FAILED_STEPS:
             message = f"{self._failed_steps} steps failed in a row, the last: {reason(error)}"
             raise EngineFailure(message) from error
+
+    def _replace_engine(self, make: Callable[[], Engine], replacement: Future[Engine]) -> None:
+        if not replacement.set_running_or_notify_cancel():
+            return  # nobody waits for it any more
+        engine = self.llm.engine
+        try:
+            successor = make()
+        except Exception as error:
+            replacement.set_exception(error)
+            require_device(engine.target.device)
+            return
+        successor.counters = engine.counters  # those of a server never fall
+        self.llm.engine = successor
+        self._replaced.append(engine)
+        replacement.set_result(successor)
+
+    def _let_go(self) -> None:
+        """Frees the replaced engines that have finished."""
+        finished = [engine for engine in self._replaced if not engine.has_unfinished]
+        if not finished:
+            return
+        self._replaced = [engine for engine in self._replaced if engine.has_unfinished]
+        in_use = [engine.target for engine in self._engines]
+        for engine in finished:
+            if engine.target not in in_use:
+                engine.target.close()  # the hooks of its taps, which the model holds
+        del engine, finished
+        free_memory()
 
     def begin(self, ticket: Ticket, index: int, request: CheckedRequest) -> None:
         """Hands a prompt to the engine."""
@@ -229,6 +298,8 @@ class EngineThread:
             return
         for writing in response.requests if ticket.traced else ():
             writing.rounds = []
+        proposer = self.llm.engine.proposer
+        ticket.most_drafts = None if proposer is None else proposer.num_speculative_tokens
         ticket.begun[index] = response
         self._active[response.request_id] = (ticket, index)
 
@@ -248,7 +319,8 @@ class EngineThread:
     def _end(self, response: Response) -> None:
         """Takes a response out of the engine, if it is there."""
         if self._active.pop(response.request_id, None) is not None:
-            self.llm.abort(response.request_id)
+            for engine in self._engines:
+                engine.abort(response.request_id)
             for request in response.requests:
                 self.metrics.finished(request)
 

@@ -20,12 +20,19 @@ REASONS = ("stop", "length", "abort", "error")
 
 class ServerMetrics(Collector):
     """Counters of ended requests, and the state of the engine as it is at each scrape. `in_flight`:
-    the responses that run or wait."""
+    the responses that run or wait; `running`: those that run."""
 
-    def __init__(self, model_name: str, llm: TextGenerator, in_flight: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        model_name: str,
+        llm: TextGenerator,
+        in_flight: Callable[[], int],
+        running: Callable[[], int],
+    ) -> None:
         self.registry = CollectorRegistry()
         self._llm = llm
         self._in_flight = in_flight
+        self._running = running
         self._labels = {"model_name": model_name, "engine": "0"}  # vLLM numbers its engines
         self._ended = Counter[str]()  # responses by reason
         self._prompt_tokens = 0
@@ -42,7 +49,7 @@ class ServerMetrics(Collector):
     def collect(self) -> Iterator[Metric]:
         """The metrics of one scrape; those of drafting only if there is a drafter."""
         engine = self._llm.engine
-        running = len(engine.scheduler.running)
+        running = self._running()
         waiting = max(0, self._in_flight() - running)
         yield self._metric("gauge", "num_requests_running", running)
         yield self._metric("gauge", "num_requests_waiting", waiting)

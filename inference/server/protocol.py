@@ -11,7 +11,8 @@ from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import fields
 from itertools import chain
-from typing import Annotated, Any, ClassVar, Literal, Self
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
@@ -32,6 +33,7 @@ FIXED: dict[str, Any] = {  # accepted at this value, or null, only; SamplingPara
     "response_format": {"type": "text"},
     "suffix": None,
 }
+Model = TypeVar("Model", bound=BaseModel)
 PARAMETERS = {field.name for field in fields(SamplingParams)} | ACCEPTED.keys()
 
 # Limits of one request, so that it cannot hold up the others. Every round looks at every stop
@@ -65,6 +67,57 @@ def _is_tokens(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(type(token) is int for token in value)
 
 
+def _object(body: bytes) -> dict[str, Any]:
+    """The fields of a body of JSON. APIError 400 for any other body."""
+    try:
+        fields_of_body = json.loads(body)
+        text = json.dumps(fields_of_body, ensure_ascii=False)
+        text.encode()  # JSON can spell what is no Unicode
+    except (ValueError, RecursionError) as error:
+        raise APIError(400, f"the body is not JSON: {type(error).__name__}") from None
+    if not isinstance(fields_of_body, dict):
+        raise APIError(400, "the body is not a JSON object")
+    for name, value in fields_of_body.items():
+        if _nested_too_deeply([value]):
+            raise APIError(400, f"{name}: more than {MOST_LEVELS} levels", name)
+    return fields_of_body
+
+
+def _validated(model: type[Model], body_fields: dict[str, Any]) -> Model:
+    """The fields as an object of their class. APIError 400 for the first that is wrong."""
+    try:
+        return model.model_validate(body_fields)
+    except ValidationError as error:
+        fault = error.errors()[0]
+        name = str(fault["loc"][0])
+        raise APIError(400, f"{name}: {fault['msg']}", name) from None
+
+
+class DrafterRequest(BaseModel):
+    """The body of /v1/drafter. `model`: an exported drafter in the server's folder of drafters,
+    relative to it or not."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    model: str
+
+    @classmethod
+    def read(cls, body: bytes) -> Self:
+        """APIError 400 for a body that is no such request."""
+        return _validated(cls, _object(body))
+
+    def folder(self, drafters: Path) -> Path:
+        """Without links. APIError 400 for what is no folder below `drafters`."""
+        try:
+            folder = (drafters / self.model).resolve()
+            if folder.is_dir() and drafters in folder.parents:
+                return folder
+        except (OSError, ValueError):  # no path at all
+            pass
+        message = f"model: {self.model!r} is no folder below --drafters-dir; export it there"
+        raise APIError(400, message, "model")
+
+
 class GenerationRequest(BaseModel):
     """What completions and chats have in common. `read` and `parse` raise an APIError 400 for a
     field that is wrong."""
@@ -88,23 +141,8 @@ class GenerationRequest(BaseModel):
     def read(cls, body: bytes, options: ServerOptions) -> tuple[Self, SamplingParams]:
         """The request in a body of JSON, and its sampling parameters, which are all but the
         prompts. null stands for the default, as in OpenAI's API."""
-        try:
-            body_fields = json.loads(body)
-            text = json.dumps(body_fields, ensure_ascii=False)
-            text.encode()  # JSON can spell what is no Unicode
-        except (ValueError, RecursionError) as error:
-            raise APIError(400, f"the body is not JSON: {type(error).__name__}") from None
-        if not isinstance(body_fields, dict):
-            raise APIError(400, "the body is not a JSON object")
-        for name, value in body_fields.items():
-            if _nested_too_deeply([value]):
-                raise APIError(400, f"{name}: more than {MOST_LEVELS} levels", name)
-        try:
-            request = cls.model_validate({n: v for n, v in body_fields.items() if v is not None})
-        except ValidationError as error:
-            fault = error.errors()[0]
-            name = str(fault["loc"][0])
-            raise APIError(400, f"{name}: {fault['msg']}", name) from None
+        body_fields = _object(body)
+        request = _validated(cls, {n: v for n, v in body_fields.items() if v is not None})
         request.check()
         return request, request.params(options)
 

@@ -7,7 +7,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+)
 
 from draftsmith.inference.engine_options import EngineOptions, option
 from draftsmith.inference.flags import JsonObject, Values, json_or_text, validated
@@ -41,6 +49,13 @@ def _sendable(keys: tuple[str, ...]) -> tuple[str, ...]:
     return keys
 
 
+def _folder(path: Path | None) -> Path | None:
+    """A folder that is there, without links. ValueError for any other path."""
+    if path is not None and not path.is_dir():
+        raise ValueError(f"{path} is no folder; give one that holds drafters")
+    return None if path is None else path.resolve()
+
+
 class ServerOptions(BaseModel):
     """Options of the routes, under vLLM's names where vLLM has them."""
 
@@ -60,6 +75,11 @@ class ServerOptions(BaseModel):
         (),
         "key that clients must send, as `Authorization: Bearer KEY`, for all but / and /health;"
         " default: $DRAFTSMITH_API_KEY; without it no key is asked for",
+    )
+    drafters_dir: Annotated[Path | None, AfterValidator(_folder)] = option(
+        None,
+        "folder of drafters of which POST /v1/drafter may put one in the place of the drafter that"
+        " is served; needs an API key; default: no such route",
     )
     max_num_queued_reqs: int = option(
         256,
@@ -84,6 +104,13 @@ class ServerOptions(BaseModel):
         "what an answer says of the drafts that were accepted for it, where the request does not"
         " ask: nothing, totals, or totals and every round",
     )
+
+    @field_validator("drafters_dir")
+    @classmethod
+    def _keyed(cls, folder: Path | None, info: ValidationInfo) -> Path | None:
+        if folder is not None and not info.data.get("api_key"):
+            raise ValueError("needs --api-key: whoever reaches the server could use the route")
+        return folder
 
 
 class ServeFlags(EngineOptions, ServerOptions, LogOptions):

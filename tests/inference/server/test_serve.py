@@ -70,6 +70,8 @@ def test_model_may_stand_alone_and_flags_may_be_given_several_times():
         ("a --api-key schlüssel", "--api-key"),
         ("a --api-key good --api-key ''", "--api-key"),
         ("a --api-key ' x'", "--api-key"),
+        ("a --drafters-dir .", "--drafters-dir"),
+        ("a --drafters-dir nowhere --api-key x", "--drafters-dir"),
     ],
 )
 def test_wrong_flag_is_named(line, where):
