@@ -27,6 +27,7 @@ from draftsmith.train.commands.evaluate import evaluate
 from draftsmith.train.commands.init import init
 from draftsmith.train.commands.options import AsJson, Model, Precision
 from draftsmith.train.commands.prepare import prepare
+from draftsmith.train.commands.refresh import refresh
 from draftsmith.train.commands.serving_args import serving_args
 from draftsmith.train.commands.try_methods import try_methods
 
@@ -176,6 +177,7 @@ for command in (  # in the order of work, in which `--help` lists them
     runs.train,
     runs.compare,
     evaluate,
+    refresh,
     artefact.inspect,
     artefact.export,
     artefact.push,

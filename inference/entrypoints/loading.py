@@ -185,7 +185,7 @@ def end_of_sequence_ids(model: str | FrozenTarget, tokenizer: Any, **source: Any
     if isinstance(model, FrozenTarget):
         generation = getattr(model.model, "generation_config", None)
     else:
-        generation = _generation_config(model, source.get("revision"))
+        generation = generation_config(model, source.get("revision"))
     ids: set[int] = set()
     for origin in (generation or config, tokenizer):
         eos = getattr(origin, "eos_token_id", None)
@@ -196,13 +196,13 @@ def end_of_sequence_ids(model: str | FrozenTarget, tokenizer: Any, **source: Any
     return frozenset(token for token in ids if 0 <= token < config.vocab_size)
 
 
-def _generation_config(model: str, revision: str | None) -> GenerationConfig | None:
+def generation_config(model: str, revision: str | None) -> GenerationConfig | None:
     """That of a folder or repository, of an adapter's folder that of the model it adapts; None
     without one."""
     name, revision = split_revision(model, revision)
     base = _adapted_model(name)
     if base is not None:
-        return _generation_config(base, None)
+        return generation_config(base, None)
     try:
         return GenerationConfig.from_pretrained(name, revision=revision or "main")
     except OSError:

@@ -89,7 +89,7 @@ def accept_probabilities(
     if not len(accept):
         return accept
     vocab_size = target_logits(target_hidden[:1]).shape[-1]
-    chunk_size = max(SMALLEST_CHUNK, CHUNK_BYTES // (4 * vocab_size))  # rows with logits at once
+    chunk_size = chunk_size_of(vocab_size)
     draft_labels = to_draft_ids(labels, draft_to_target)[:, None]  # below 0: outside
     for start in range(0, len(accept), chunk_size):
         rows = slice(start, start + chunk_size)
@@ -104,6 +104,11 @@ def accept_probabilities(
         # p(x) = 0 cannot be of a token that was drawn, but for rounding at the edge of a filter
         accept[rows] = torch.where(p > 0, (q / p).clamp_max(1.0), (q > 0).to(q))
     return accept
+
+
+def chunk_size_of(vocab_size: int) -> int:
+    """The number of rows whose logits are held at once."""
+    return max(SMALLEST_CHUNK, CHUNK_BYTES // (4 * vocab_size))
 
 
 def batches_of(lengths: Sequence[int]) -> list[list[int]]:

@@ -51,19 +51,37 @@ class ReplayResult:
         return ReplayResult(self.rounds + other.rounds, *added)
 
 
-def standard_error(samples: Sequence[Mapping[Hashable, ReplayResult]]) -> float:
+Sample = Mapping[Hashable, ReplayResult]  # the results of texts, by their units (prompts)
+
+
+def standard_error(samples: Sequence[Sample]) -> float:
     """Standard error of the mean expected acceptance length over `samples`, with the prompt as the
     unit.
 
     A sample holds the results of its texts by prompt; what texts of one prompt in several samples
     (temperatures) have in common is counted as such. It says how far other prompts would lie, not
-    how well two drafters are distinguished: on the same texts much of it cancels."""
+    how well two drafters are distinguished: `error_of_difference` does."""
+    return math.sqrt(sum_of_squares(list(_influences(samples).values())))
+
+
+def error_of_difference(before: Sequence[Sample], after: Sequence[Sample]) -> float:
+    """Standard error of how much the mean expected acceptance length of `after` exceeds that of
+    `before`: two drafters on the same texts, whose units they share. What is hard for both
+    cancels, text by text: each unit's influence on the one ratio of sums is subtracted from that
+    on the other."""
+    earlier = _influences(before)
+    differences = [share - earlier[unit] for unit, share in _influences(after).items()]
+    return math.sqrt(sum_of_squares(differences))
+
+
+def _influences(samples: Sequence[Sample]) -> dict[Hashable, float]:
+    """How far each unit moves the mean of the samples' acceptance lengths."""
     units: dict[Hashable, float] = {}
     for sample in samples:
         shares = influences([(result.rounds, result.accepted) for result in sample.values()])
-        for prompt, share in zip(sample, shares, strict=True):
-            units[prompt] = units.get(prompt, 0.0) + share / len(samples)
-    return math.sqrt(sum_of_squares(list(units.values())))
+        for unit, share in zip(sample, shares, strict=True):
+            units[unit] = units.get(unit, 0.0) + share / len(samples)
+    return units
 
 
 def replay(accept: Tensor | np.ndarray, length: int) -> ReplayResult:

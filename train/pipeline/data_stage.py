@@ -102,6 +102,21 @@ class WholeTarget(Protocol):
         """The target, loaded now unless it is there."""
 
 
+class Prepare(Protocol):
+    """Makes the data of a stage of the training, as `prepare_data` does."""
+
+    def __call__(
+        self,
+        recipe: Recipe,
+        target: WholeTarget,
+        tokenizer: Any,
+        accelerator: Accelerator,
+        stages: Stages,
+        stage: str = "",
+    ) -> TrainingData:
+        """`recipe`: of the stage; `stage`: its name."""
+
+
 def prepare_data(
     recipe: Recipe,
     target: WholeTarget,

@@ -33,10 +33,16 @@ BUILT_IN = [{"path": str(HELD_OUT), "limit": 96}, {"path": str(CODE)}]
 
 def evaluate_run(recipe: Recipe, engines: Engines | None = None) -> int:
     """Measures `<output_dir>/export` again and gates it. `engines`: instead of the recipe's."""
+    require_export(recipe)
+    return accept(with_adapted_target(recipe), engines=engines)
+
+
+def require_export(recipe: Recipe) -> None:
+    """CheckpointError unless the run has exported a drafter of the recipe's family."""
     folder = Path(recipe.output_dir)
     if not (folder / EXPORT).is_dir():
         raise CheckpointError(
-            "no export to evaluate; run the recipe first, or draftsmith export",
+            "no export; run the recipe first, or draftsmith export",
             where=f"{folder / EXPORT}",
         )
     config = read_drafter_config(folder / EXPORT, recipe.target.sketch().num_layers)
@@ -46,7 +52,6 @@ def evaluate_run(recipe: Recipe, engines: Engines | None = None) -> int:
             " recipe that it was trained by, or another output_dir",
             where=f"{folder / EXPORT}",
         )
-    return accept(with_adapted_target(recipe), engines=engines)
 
 
 def evaluate_folders(

@@ -18,7 +18,7 @@ from draftsmith.speculators.config import DrafterConfig
 from draftsmith.speculators.drafter import Drafter
 from draftsmith.train.features.row_features import RowFeatures
 from draftsmith.train.on_policy.refresh import OnPolicy
-from draftsmith.train.pipeline.data_stage import TrainingData, prepare_data
+from draftsmith.train.pipeline.data_stage import Prepare, TrainingData, prepare_data
 from draftsmith.train.pipeline.drafter_stage import make_drafter, meet_tokenizers
 from draftsmith.train.pipeline.export_stage import Trained
 from draftsmith.train.pipeline.features_stage import training_features
@@ -35,15 +35,20 @@ from draftsmith.train.trainer.trainer import Evaluate, Trainer, held_out_result
 
 
 def train(
-    recipe: Recipe, accelerator: Accelerator, stages: Stages, recipe_text: str = ""
+    recipe: Recipe,
+    accelerator: Accelerator,
+    stages: Stages,
+    recipe_text: str = "",
+    prepare: Prepare = prepare_data,
 ) -> Trained:
     """Every stage of the training, one after the other. `recipe_text`: the recipe as YAML, which is
-    written beside the checkpoints once none of any stage is left that could refuse it."""
+    written beside the checkpoints once none of any stage is left that could refuse it. `prepare`:
+    makes the data of a stage."""
     config = drafter_config(recipe, recipe.target.sketch(accelerator.device))
     # What cannot be drafted is refused before anything is loaded.
     reads_start_text = sketch_drafter(recipe, config).reads_start_text
     target = RunTarget(recipe, accelerator, config.tap_layers, stages)
-    training = _Training(recipe, target, recipe.target.load_tokenizer(), recipe_text)
+    training = _Training(recipe, target, recipe.target.load_tokenizer(), recipe_text, prepare)
     (name, part), *later = recipe.training_stages()
     first = training.inputs(name, part, reads_start_text)
     drafter = training.new_drafter(first, config)
@@ -68,8 +73,16 @@ class _Inputs:
 class _Training:
     """The stages of one training, which go on from one another."""
 
-    def __init__(self, recipe: Recipe, target: RunTarget, tokenizer: Any, recipe_text: str) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        target: RunTarget,
+        tokenizer: Any,
+        recipe_text: str,
+        prepare: Prepare,
+    ) -> None:
         self.recipe = recipe
+        self.prepare = prepare
         self.target = target
         self.tokenizer = tokenizer
         self.recipe_text = recipe_text
@@ -80,7 +93,7 @@ class _Training:
     def inputs(self, name: str, recipe: Recipe, reads_start_text: bool = False) -> _Inputs:
         """The data and features of a stage. `reads_start_text`: its drafter is fitted to a text
         that servers have to have room for."""
-        data = prepare_data(
+        data = self.prepare(
             recipe, self.target, self.tokenizer, self.accelerator, self.stages, name
         )
         features = training_features(

@@ -9,7 +9,12 @@ import pytest
 import torch
 
 from draftsmith.inference.spec_decode.proposal import Proposal
-from draftsmith.inference.spec_decode.replay import ReplayResult, replay
+from draftsmith.inference.spec_decode.replay import (
+    ReplayResult,
+    error_of_difference,
+    replay,
+    standard_error,
+)
 from draftsmith.inference.spec_decode.verification.chain_rules import verify
 from tests.support.enumeration import residuals
 
@@ -153,3 +158,13 @@ def test_logits_that_are_not_numbers_have_no_acceptance_length():
     accept = torch.full((2, 5), 0.5)
     accept[1, 2] = float("nan")
     assert math.isnan(replay(accept, 5).expected_acceptance_length)
+
+
+def test_error_of_difference_is_that_of_the_paired_influences_by_hand():
+    before = {"a": ReplayResult(4, [2.0]), "b": ReplayResult(6, [6.0])}  # 8 of 10: a moves -0.12
+    after = {"b": ReplayResult(5, [7.0]), "a": ReplayResult(3, [3.0])}  # 10 of 8: a moves -0.09375
+    by_hand = math.sqrt(2 * 2 * (0.12 - 0.09375) ** 2)  # n / (n - 1) times the sum of squares
+    assert error_of_difference([before], [after]) == pytest.approx(by_hand)
+    assert by_hand < standard_error([after]) < standard_error([before])
+    assert error_of_difference([before, before], [after, after]) == pytest.approx(by_hand)
+    assert error_of_difference([before], [before]) == 0

@@ -1,0 +1,121 @@
+"""`draftsmith refresh` on a tiny target: what a log, a gate's verdict and a kill leave of a run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from draftsmith.inference import LLM, SamplingParams
+from draftsmith.inference.traffic_log.records import LoggedExchange
+from draftsmith.speculators.export import export_drafter
+from draftsmith.speculators.families.eagle3 import Eagle3
+from draftsmith.speculators.registry import config_for_target
+from draftsmith.speculators.target.frozen_target import FrozenTarget
+from draftsmith.train.pipeline import refresh as module
+from tests.support.cli import call, refused
+from tests.support.traffic import write_log
+
+COUNT = 160
+
+
+@pytest.fixture(scope="module")
+def exchanges(tiny_target) -> list[LoggedExchange]:
+    """Answers of the target, a minute apart."""
+    chats = [[{"role": "user", "content": f"How many are {i} and {i + 7}?"}] for i in range(COUNT)]
+    params = [SamplingParams(temperature=1.0, max_tokens=12, seed=i) for i in range(COUNT)]
+    outputs = LLM(str(tiny_target), max_num_seqs=32).chat(chats, params, use_tqdm=False)
+    return [
+        LoggedExchange(
+            time=60.0 * i,
+            model=tiny_target.name,
+            messages=chats[i],
+            prompt_token_ids=list(output.prompt_token_ids),
+            text=output.outputs[0].text,
+            token_ids=list(output.outputs[0].token_ids),
+            finish_reason=output.outputs[0].finish_reason,
+            sampling={"temperature": 1.0},
+        )
+        for i, output in enumerate(outputs)
+    ]
+
+
+@pytest.fixture
+def run(tmp_path, tiny_target) -> Path:
+    """A run's folder with a random head."""
+    target = FrozenTarget.from_pretrained(str(tiny_target), tap_layers=[1, 2, 3])
+    torch.manual_seed(1)
+    shape = {"tap_layers": [1, 2, 3], "draft_vocab_size": 256}
+    drafter = Eagle3(config_for_target(target, "eagle3", **shape)).attach(target)
+    drafter.initialise_from(target)
+    folder = tmp_path / "run"
+    export_drafter(drafter, folder / "export", dtype=torch.float32)
+    return folder
+
+
+def head(folder: Path) -> bytes:
+    return (folder / "model.safetensors").read_bytes()
+
+
+@pytest.mark.integration
+def test_refresh_goes_on_after_a_kill_and_its_gate_decides_what_is_exported(
+    recipe, run, exchanges, tmp_path, monkeypatch
+):
+    log = write_log(tmp_path / "log", exchanges)
+    command = ("refresh", recipe, "--log", log, "--minutes", 0.02, "--share", 0.5)
+    old = head(run / "export")
+
+    with monkeypatch.context() as patch:  # killed with the new head exported, and not judged
+
+        def killed(*_: object) -> None:
+            raise KeyError("killed")
+
+        patch.setattr(module, "judge", killed)
+        with pytest.raises(KeyError, match="killed"):
+            call(*command)
+    assert head(run / "export") == old
+    work = run / module.WORK
+    assert head(work / "export") != old
+    assert work.stat().st_mode & 0o077 == 0
+
+    # traffic goes on, and the same command takes the slice that it had, and trains no more
+    write_log(log, [*exchanges, *exchanges])
+    monkeypatch.setattr(module, "refusals", lambda newest, old: ["not today"])
+    code, output = call(*command)
+    assert code == 1 and "not today" in output, output
+    report = json.loads((run / module.REPORT).read_text())
+    assert (report["exported"], report["reasons"]) == (False, ["not today"])
+    assert report["slice"]["texts"] == {"train": 112, "choice": 16, "judge": 32}
+    mix = report["supervised_tokens"]
+    assert mix["old"] / sum(mix.values()) == pytest.approx(0.5, abs=0.1)
+    assert report["newest"]["texts"] == 32 and report["old_suite"]["texts"] == 12
+    assert head(run / "export") == old and not work.exists()
+
+    monkeypatch.setattr(module, "refusals", lambda newest, old: [])
+    write_log(log, exchanges)
+    code, output = call(*command)
+    assert code == 0, output
+    assert head(run / "previous" / "export") == old and not work.exists()
+    assert head(run / "export") != old
+    assert call("refresh", recipe, "--undo")[0] == 0
+    assert head(run / "export") == old
+
+
+@pytest.mark.integration
+def test_refresh_of_too_little_says_how_much_is_needed(recipe, run, exchanges, tmp_path):
+    old = head(run / "export")
+    log = write_log(tmp_path / "log", exchanges[:140])
+    message = refused("refresh", recipe, "--log", log)
+    assert "28 conversations" in message and "150 texts" in message
+    log = write_log(tmp_path / "log", exchanges)
+    message = refused("refresh", recipe, "--log", log, "--days", 0.01)  # some 14 minutes
+    assert "15 exchanges" in message
+    renamed = [LoggedExchange(**vars(one) | {"model": "another"}) for one in exchanges]
+    log = write_log(tmp_path / "log", renamed)
+    message = refused("refresh", recipe, "--log", log)
+    assert "160 of another model" in message and "another 160" in message
+    assert "--undo" in refused("refresh", recipe)
+    assert "no export before" in refused("refresh", recipe, "--undo")
+    assert head(run / "export") == old and not (run / module.WORK).exists()
