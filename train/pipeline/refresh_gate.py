@@ -78,10 +78,9 @@ def judge(
     surprise: dict[str, tuple[float, float]] = {}  # tokens and excess, by conversation
     done = 0
     for texts in samples:
-        results = _replayed(
-            target, drafters, texts, k, lambda count, *_, d=done, **__: advance(d + count)
-        )
+        results = _replayed(target, drafters, texts, k)
         done += len(texts)
+        advance(done)
         before.append(_sample(texts, [result.before for result in results]))
         after.append(_sample(texts, [result.after for result in results]))
         for text, result in zip(texts, results, strict=True):
@@ -128,7 +127,6 @@ def _replayed(
     drafters: tuple[Drafter, Drafter],
     texts: Sequence[LoggedText],
     k: int,
-    advance: Advance,
 ) -> list[PairedResult]:
     """Results of the texts in their order; those that were sampled alike go together."""
     places: dict[Sampling, list[int]] = {}
@@ -139,7 +137,6 @@ def _replayed(
         tokens = [texts[place].tokens for place in members]
         paired = paired_replay(target, drafters, tokens, sampling.params(), k)
         results |= zip(members, paired, strict=True)
-        advance(len(results))
     return [results[place] for place in range(len(texts))]
 
 
