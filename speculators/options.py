@@ -69,6 +69,21 @@ class DrafterOptions(Section):
         return values
 
 
+class VocabularyOptions(DrafterOptions):
+    """Options of a head that scores the whole vocabulary unless a recipe reduces it."""
+
+    draft_vocab_size: Annotated[int, Field(ge=2)] | None = Field(
+        None, description="reduced vocabulary, the tokens supervised most often; null: the target's"
+    )
+
+    def shape(self, fields: dict[str, Any], target: Any = None) -> dict[str, Any]:
+        """See `DrafterOptions.shape`."""
+        shape = super().shape(fields, target)
+        if target is not None and shape["draft_vocab_size"] is None:
+            shape["draft_vocab_size"] = target.vocab_size
+        return shape
+
+
 class DecoderOptions(DrafterOptions):
     """Options of a head made of decoder layers."""
 

@@ -26,7 +26,7 @@ from draftsmith.speculators.config import DrafterConfig
 from draftsmith.speculators.drafter import Samples
 from draftsmith.speculators.families.attention_free import SlotwiseDrafter
 from draftsmith.speculators.layers.decoder import RMSNorm
-from draftsmith.speculators.options import DrafterOptions, PositiveInt
+from draftsmith.speculators.options import PositiveInt, VocabularyOptions
 from draftsmith.speculators.target.target_head import TargetHead
 
 EPS = 1e-6  # of the published norms; their config.json has no field for it
@@ -61,7 +61,7 @@ class MLPConfig(DrafterConfig):
         return "; ".join([f"{self.n_predict} heads, {self.inner_dim} wide", *named])
 
 
-class MLPOptions(DrafterOptions):
+class MLPOptions(VocabularyOptions):
     """The trained head. Its first projection reads the target's last hidden state."""
 
     n_predict: PositiveInt = Field(

@@ -7,11 +7,17 @@ ascending."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from draftsmith.speculators.errors import CheckpointError
+
+# in a folder of its own, for drafters whose weights are another tool's model
+FILE = "draft_vocab/model.safetensors"
 
 
 def choose_draft_vocabulary(counts: Tensor, size: int, required: Sequence[int] = ()) -> Tensor:
@@ -68,3 +74,27 @@ def from_offsets(d2t: Tensor, vocab_size: int, where: str) -> Tensor:
             where=where,
         )
     return ids
+
+
+def save_ids(draft_to_target: Tensor, folder: Path) -> None:
+    """Writes ids [V_draft] as `FILE` below `folder`."""
+    (folder / FILE).parent.mkdir(exist_ok=True)
+    offsets = to_offsets(draft_to_target.cpu())
+    save_file({"d2t": offsets}, folder / FILE, metadata={"format": "pt"})
+
+
+def load_ids(folder: Path, size: int, vocab_size: int) -> Tensor:
+    """Reads what `save_ids` wrote [size], ids of a vocabulary. CheckpointError names what is
+    wrong."""
+    path = folder / FILE
+    try:
+        offsets = load_file(path).get("d2t")
+    except (FileNotFoundError, SafetensorError) as error:
+        raise CheckpointError(
+            f"{error}; a draft model of a reduced vocabulary needs this file", where=f"{path}"
+        ) from error
+    if offsets is None or offsets.shape != (size,):
+        raise CheckpointError(
+            f"expected `d2t`, {size:,} offsets; export the drafter again", where=f"{path}"
+        )
+    return from_offsets(offsets, vocab_size, f"{path}")

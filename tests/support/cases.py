@@ -86,6 +86,9 @@ CASES: dict[str, Case] = {
     "draft_model, another architecture": Case(
         "draft_model", {}, {"config": {"model_type": "opt", **OPT}}, "qwen2", noise=0.1
     ),
+    "draft_model, cut, reduced": Case(
+        "draft_model", {}, {"from_target": {"last": 2}, **REDUCED}, noise=0.05
+    ),
     "eagle": Case("eagle", {}, {"init": "pass_through"}, noise=0.12),
     "eagle, HASS, gemma3": Case(
         "eagle", {}, {"unroll_steps": 3, "detach": True}, "gemma3", noise=0.12
@@ -118,6 +121,7 @@ CASES: dict[str, Case] = {
         {"n_predict": 4, "unroll_steps": 4},
         "gemma3",
     ),
+    "mlp, reduced": Case("mlp", REDUCED, {"unroll_steps": 3}),
     "peagle": Case(
         "peagle", {"num_depths": 5, **MASK, **REDUCED}, {"own_embeddings": False}, taps=(1, 2, 3)
     ),

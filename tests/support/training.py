@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -36,6 +37,7 @@ SHAPES: dict[str, dict[str, Any]] = {  # drafter sections
     "dspark": {**BLOCK, "markov_rank": 3},
     "peagle": {"mask_token_id": 100, "draft_vocab_size": 60, "num_depths": 3, **TAPS},
 }
+NO_ROWS: Any = SimpleNamespace(rows=[])  # features of a training without rows
 TEXTS = {"prompts": 5, "max_new_tokens": 14, "refresh_every": 3, "share": 0.7}  # on policy
 
 

@@ -56,25 +56,12 @@ def _initialised(
     stages: Stages,
     folder: Path,
 ) -> Drafter:
-    drafter = family_class(config.family)(config).attach(target).to(target.device)
-    if (length := trained_length(target.config, recipe.data.max_length)) is not None:
-        fix_frequencies(drafter, length)
     if (start := start_folder(recipe)) is not None:
-        head = read_drafter_config(start, target.num_layers)
-        if head.family == config.family:
-            load_weights(drafter, start)
-        else:  # the modules that both have; the others start as they would
-            drafter.initialise_from(target)
-            drafter.load_state_dict(load_drafter(start, target).state_dict(), strict=False)
-        return drafter
+        return _continued(recipe, config, target, start, counts, stages)
+    drafter = _made(recipe, config, target)
     if config.reduced_vocabulary:
-        ids = choose_draft_vocabulary(counts, config.draft_vocab_size)
         assert drafter.draft_to_target is not None  # the vocabulary is reduced
-        drafter.draft_to_target.copy_(ids)
-        stages.say(
-            f"      draft vocabulary: {config.draft_vocab_size} of {config.vocab_size} tokens, "
-            f"{coverage(counts, ids):.2%} of the supervised text"
-        )
+        drafter.draft_to_target.copy_(_most_frequent(config, counts, stages))
     sample = None
     terms = drafter.start_terms(recipe.drafter)
     if terms and checkpoint.latest(folder) is None:
@@ -82,6 +69,47 @@ def _initialised(
             sample = _sample_features(drafter, features, terms, advance)
     drafter.initialise_from(target, recipe.drafter, features=sample)
     return drafter
+
+
+def _made(recipe: Recipe, config: DrafterConfig, target: TargetHead) -> Drafter:
+    drafter = family_class(config.family)(config).attach(target).to(target.device)
+    if (length := trained_length(target.config, recipe.data.max_length)) is not None:
+        fix_frequencies(drafter, length)
+    return drafter
+
+
+def _continued(
+    recipe: Recipe,
+    config: DrafterConfig,
+    target: TargetHead,
+    start: Path,
+    counts: Tensor,
+    stages: Stages,
+) -> Drafter:
+    """With the weights of the folder `start`, reduced to the vocabulary of `config`."""
+    head = read_drafter_config(start, target.num_layers)
+    if head.family != config.family:  # the modules that both have; the others start as they would
+        drafter = _made(recipe, config, target)
+        drafter.initialise_from(target)
+        drafter.load_state_dict(load_drafter(start, target).state_dict(), strict=False)
+        return drafter
+    as_read = config.model_copy(update={"draft_vocab_size": head.draft_vocab_size})
+    drafter = _made(recipe, as_read, target)
+    load_weights(drafter, start)
+    if config.draft_vocab_size < head.draft_vocab_size:
+        drafter.reduce_vocabulary(_most_frequent(config, counts, stages).to(target.device))
+    return drafter
+
+
+def _most_frequent(config: DrafterConfig, counts: Tensor, stages: Stages) -> Tensor:
+    """[V_draft] ids of the tokens in `counts` [V] that a reduced vocabulary has."""
+    counts = counts[: config.vocab_size]  # a draft model's own table may be shorter
+    ids = choose_draft_vocabulary(counts, config.draft_vocab_size)
+    stages.say(
+        f"      draft vocabulary: {config.draft_vocab_size} of {config.vocab_size} tokens, "
+        f"{coverage(counts, ids):.2%} of the supervised text"
+    )
+    return ids
 
 
 def _supervised(rows: Sequence[Any], vocab_size: int) -> Tensor:

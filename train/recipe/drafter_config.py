@@ -13,7 +13,8 @@ from draftsmith.speculators.drafter import Drafter
 from draftsmith.speculators.errors import ConfigError
 from draftsmith.speculators.export import read_drafter_config, resolve
 from draftsmith.speculators.export.formats import layout_for
-from draftsmith.speculators.registry import config_for_target, family_class
+from draftsmith.speculators.options import DrafterOptions, VocabularyOptions
+from draftsmith.speculators.registry import build_config, config_for_target, family_class
 from draftsmith.train.recipe.recipe import EXPORT, Recipe
 
 DEFAULT_DRAFT_VOCABULARY = 32_000
@@ -24,6 +25,7 @@ def drafter_config(recipe: Recipe, target: TargetShape, *, planning: bool = Fals
     """The recipe's drafter for this target; with `init_from`, that head's own, which the recipe may
     not contradict. `planning`: of a student's folder config.json will do."""
     options = recipe.drafter
+    _require_tokens(options, target)
     fields = family_class(recipe.family).config_class.model_fields
     expected = options.shape(fields, target)
     config_only = planning and recipe.family == "draft_model"
@@ -39,6 +41,8 @@ def drafter_config(recipe: Recipe, target: TargetShape, *, planning: bool = Fals
         names = type(config).model_fields.keys() & fields.keys()
         shared = {name: getattr(config, name) for name in names}
         config = config_for_target(target, **expected | shared | {"family": recipe.family})
+    else:
+        config = _reduced(config, options)
     if config.family != recipe.family:
         raise ConfigError(
             f"the head is of family {config.family!r}, the recipe's is {recipe.family!r}",
@@ -52,6 +56,25 @@ def drafter_config(recipe: Recipe, target: TargetShape, *, planning: bool = Fals
                 where=f"drafter.{key}",
             )
     return fitting(recipe, config)
+
+
+def _require_tokens(options: DrafterOptions, target: TargetShape) -> None:
+    size = getattr(options, "draft_vocab_size", None)
+    if size is not None and size > target.vocab_size:
+        raise ConfigError(
+            f"{size:,}, but the target's vocabulary has {target.vocab_size:,} tokens; expected no"
+            " more, or null",
+            where="drafter.draft_vocab_size",
+        )
+
+
+def _reduced(config: DrafterConfig, options: DrafterOptions) -> DrafterConfig:
+    """Of a head with the whole vocabulary, the config with that of the recipe: its other rows are
+    taken away once the weights are read."""
+    size = options.draft_vocab_size if isinstance(options, VocabularyOptions) else None
+    if size is None or config.reduced_vocabulary:
+        return config
+    return build_config("drafter.init_from", **config.model_dump() | {"draft_vocab_size": size})
 
 
 def default_mask_token(recipe: Recipe, target: TargetShape) -> int:

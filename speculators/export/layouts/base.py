@@ -375,6 +375,19 @@ def own_fields(config: DrafterConfig) -> dict[str, Any]:
     return {"draftsmith": section | ({"own_embeddings": True} if config.own_embeddings else {})}
 
 
+def reduced_field(config: DrafterConfig) -> dict[str, Any]:
+    """The field of a reduced vocabulary in formats that have none; empty for a whole one."""
+    return {"draft_vocab_size": config.draft_vocab_size} if config.reduced_vocabulary else {}
+
+
+def scored_whole(size: int, whole: int) -> Iterator[Fault]:
+    """A vocabulary of `size` tokens in a format whose engines score all of `whole`."""
+    if size < whole:
+        text = f"it proposes {size:,} of {whole:,} tokens"
+        engines = "vLLM and SGLang score all of them: drafts cost more, and texts stay the same"
+        yield Fault("draft_vocab_size", text, engines, warning=True)
+
+
 def architecture_of(fields: Mapping[str, Any]) -> str:
     """The first of `architectures` of a config.json, or 'missing'."""
     return (fields.get("architectures") or ["missing"])[0]

@@ -5,7 +5,7 @@ another tokenizer than its target's has the map between the two beside it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
@@ -20,13 +20,14 @@ from draftsmith.speculators.drafter import Drafter
 from draftsmith.speculators.errors import CheckpointError, ConfigError, DraftsmithError
 from draftsmith.speculators.export.headers import read_headers
 from draftsmith.speculators.export.layouts import base
-from draftsmith.speculators.export.layouts.base import Fault, FolderContents, Layout
+from draftsmith.speculators.export.layouts.base import Fault, Fields, FolderContents, Layout
 from draftsmith.speculators.families.draft_model.model import DraftModel, DraftModelConfig, sizes_of
 from draftsmith.speculators.families.draft_model.student import plain_fields
 from draftsmith.speculators.hub import one_line
 from draftsmith.speculators.precision import in_dtype
 from draftsmith.speculators.registry import build_config
 from draftsmith.speculators.target.probe import needs_eager
+from draftsmith.speculators.vocab.draft_vocab import load_ids, save_ids
 from draftsmith.speculators.vocab.token_map import TokenMap
 
 
@@ -51,6 +52,13 @@ class DraftModelLayout(Layout):
             return ""
         return "STANDALONE wants a model with the target's own tokenizer"
 
+    @override
+    def field_faults(self, fields: Fields, plain: Fields, names: set[str]) -> Iterator[Fault]:
+        size = (fields.get("draftsmith") or {}).get("draft_vocab_size")
+        if size is not None:
+            whole = sizes_of(plain_fields(plain, "config.json"))["vocab_size"]
+            yield from base.scored_whole(size, whole)
+
     def inspect(self, config: DrafterConfig, folder: Path) -> tuple[dict[str, Tensor], list[Fault]]:
         """By loading it, under transformers' names."""
         try:
@@ -65,6 +73,7 @@ class DraftModelLayout(Layout):
     def to_config(self, config: Any) -> dict[str, Any]:
         section = base.own_fields(config)
         section["draftsmith"] |= {"other_tokenizer": True} if config.other_tokenizer else {}
+        section["draftsmith"] |= base.reduced_field(config)
         architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model["model_type"]]
         return {**config.model, "architectures": [architecture], "dtype": config.dtype, **section}
 
@@ -74,6 +83,8 @@ class DraftModelLayout(Layout):
             model = plain_fields(contents.fields, contents.where)
         except ConfigError as error:
             raise CheckpointError(str(error)) from error
+        sizes = sizes_of(model)
+        sizes["draft_vocab_size"] = contents.section.get("draft_vocab_size", sizes["vocab_size"])
         return build_config(
             contents.where,
             self.family,
@@ -81,7 +92,7 @@ class DraftModelLayout(Layout):
             num_target_layers=contents.section.get("num_target_layers", contents.layers) or 1,
             other_tokenizer=bool(contents.section.get("other_tokenizer")),
             dtype=contents.dtype,
-            **sizes_of(model),
+            **sizes,
         )
 
     # -------------------------------------------------------------- files
@@ -98,6 +109,8 @@ class DraftModelLayout(Layout):
             drafter.tokenizer.save_pretrained(folder)
         if drafter.token_map is not None:
             drafter.token_map.save(folder)
+        if config.reduced_vocabulary:
+            save_ids(drafter.target_ids, folder)
 
     @override
     def read(self, drafter: Drafter, folder: Path) -> None:
@@ -111,6 +124,10 @@ class DraftModelLayout(Layout):
         if config.other_tokenizer:
             target_size = draft_model.target.vocab_size
             draft_model.token_map = TokenMap.load(folder, target_size, config.vocab_size)
+        if config.reduced_vocabulary:
+            token_map = draft_model.token_map
+            known = config.vocab_size if token_map is None else token_map.vocab_size
+            draft_model.target_ids.copy_(load_ids(folder, config.draft_vocab_size, known))
 
     def _load(self, path: Path) -> Any:
         """The causal LM in float32. CheckpointError names every tensor not its own."""

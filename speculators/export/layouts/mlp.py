@@ -25,6 +25,7 @@ class MLPLayout(Layout):
 
     family = "mlp"
     bare = False
+    ignored = ("t2d",)
     in_vllm = False
 
     @override
@@ -45,6 +46,7 @@ class MLPLayout(Layout):
             "architectures": [ARCHITECTURE],
             "model_type": "mlp_speculator",
             "vocab_size": config.vocab_size,
+            **base.reduced_field(config),
             "emb_dim": config.target_hidden_size,
             "inner_dim": config.inner_dim,
             "n_predict": config.n_predict,
@@ -63,7 +65,7 @@ class MLPLayout(Layout):
             contents.where,
             "mlp",
             vocab_size=fields["vocab_size"],
-            draft_vocab_size=fields["vocab_size"],
+            draft_vocab_size=fields.get("draft_vocab_size") or fields["vocab_size"],
             hidden_size=fields.get("inner_dim") or fields["emb_dim"],
             target_hidden_size=fields["emb_dim"],
             num_target_layers=contents.target_layers(),

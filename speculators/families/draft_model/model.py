@@ -31,7 +31,7 @@ from draftsmith.speculators.families.draft_model.student import (
     plain_fields,
     read_layers,
 )
-from draftsmith.speculators.options import Count, DrafterOptions, PositiveInt
+from draftsmith.speculators.options import Count, PositiveInt, VocabularyOptions
 from draftsmith.speculators.precision import to_device
 from draftsmith.speculators.target.frozen_target import FrozenTarget, TargetFeatures
 from draftsmith.speculators.target.target_head import TargetHead
@@ -66,7 +66,7 @@ class DraftModelConfig(DrafterConfig):
         return f"a causal LM of its own: {model.model_type}, {size}"
 
 
-class DraftModelOptions(DrafterOptions):
+class DraftModelOptions(VocabularyOptions):
     """The student. Exactly one of init_from, from_target and config says what it starts as."""
 
     unroll_steps: PositiveInt = Field(
@@ -100,6 +100,15 @@ class DraftModelOptions(DrafterOptions):
             raise ValueError(f"expected one of {', '.join(starts)}, got {' and '.join(named)}")
         return self
 
+    @model_validator(mode="after")
+    def _ids_are_shared(self) -> DraftModelOptions:
+        if self.draft_vocab_size is not None and self.vocab == "intersection":
+            raise ValueError(
+                "draft_vocab_size: with vocab: intersection the shared tokens are trained; reduce"
+                " them when the drafter is loaded (draft_vocab_size of speculative_config)"
+            )
+        return self
+
     @property
     def start(self) -> str:
         """See `DrafterOptions.start`."""
@@ -122,7 +131,8 @@ class DraftModelOptions(DrafterOptions):
                 " {first: 2}) or config (fields of a new model)",
                 where="drafter",
             )
-        return sizes_of(model)
+        sizes = sizes_of(model)
+        return sizes | {"draft_vocab_size": self.draft_vocab_size or sizes["vocab_size"]}
 
 
 def sizes_of(model: Mapping[str, Any]) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from draftsmith.speculators.target.frozen_target import FrozenTarget, TargetFeat
 from draftsmith.train.pipeline.drafter_stage import make_drafter
 from draftsmith.train.recipe.drafter_config import drafter_config
 from tests.support.errors import raises_at
-from tests.support.training import recipe_of
+from tests.support.training import NO_ROWS, recipe_of
 
 INDEX = "model.safetensors.index.json"
 IDS = torch.tensor([[5, 9, 11, 42, 7, 90, 33, 8, 61, 20, 3]])
@@ -235,7 +235,7 @@ def test_init_from_target_is_the_module_of_its_folder(native) -> None:
         return recipe_of("mtp", target={"model": str(folder)}, drafter=drafter)
 
     config = drafter_config(recipe(), target)
-    drafter = make_drafter(recipe(), config, target, None, None, folder)
+    drafter = make_drafter(recipe(), config, target, NO_ROWS, None, folder)
     for name, parameter in original.named_parameters():
         assert torch.equal(parameter, drafter.get_parameter(name)), name
     with raises_at(ConfigError, "drafter.layout"):

@@ -7,9 +7,12 @@ import torch
 
 from draftsmith.speculators.errors import CheckpointError
 from draftsmith.speculators.vocab.draft_vocab import (
+    FILE,
     choose_draft_vocabulary,
     coverage,
     from_offsets,
+    load_ids,
+    save_ids,
     scatter_to_target,
     to_draft_ids,
     to_offsets,
@@ -49,3 +52,13 @@ def test_offsets_of_a_checkpoint_are_read_back_and_plain_ids_refused():
     assert torch.equal(from_offsets(to_offsets(IDS), 8, "here"), IDS)
     with raises_at(CheckpointError, "here"):
         from_offsets(IDS, 8, "here")
+
+
+def test_ids_in_a_folder_are_read_back_or_refused(tmp_path):
+    with raises_at(CheckpointError, tmp_path / FILE):
+        load_ids(tmp_path, 3, 8)
+    save_ids(IDS, tmp_path)
+    assert torch.equal(load_ids(tmp_path, 3, 8), IDS)
+    for size, vocab_size in ((4, 8), (3, 6)):
+        with raises_at(CheckpointError, tmp_path / FILE):
+            load_ids(tmp_path, size, vocab_size)

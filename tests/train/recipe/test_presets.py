@@ -18,7 +18,7 @@ from draftsmith.train.recipe.sections import PRESETS, SHORT_RUN, TUNED
 from tests.support.cases import CASES, make
 from tests.support.errors import raises_at
 from tests.support.quickstart_data import DATA
-from tests.support.training import recipe_of
+from tests.support.training import NO_ROWS, recipe_of
 
 TARGET = DATA.parent / "target"
 
@@ -140,7 +140,7 @@ def test_dspark_starts_from_a_dflash_head(tiny_model, tmp_path):
     given = recipe_of("dspark", drafter=drafter, training={"steps": 1})
     config = drafter_config(given, target)
     assert (config.family, config.markov_rank, config.first_slot) == ("dspark", 8, 1)
-    started = make_drafter(given, config, target, None, None, tmp_path).state_dict()
+    started = make_drafter(given, config, target, NO_ROWS, None, tmp_path).state_dict()
     block = head.state_dict()
     assert all(torch.equal(started[name], tensor) for name, tensor in block.items())
     assert {name.split(".")[0] for name in set(started) - set(block)} == {
