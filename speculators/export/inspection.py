@@ -108,6 +108,7 @@ def inspect_folder(
     except DraftsmithError as error:
         result.add(CONFIG, str(error).removeprefix(f"{CONFIG}: "))
         return result
+    _check_vocabulary(result, result.layout, result.config)
     _check_drafts(result, result.config, tokenizer)
     if target is not None:
         result.faults += _differences(result, result.config, target)
@@ -178,6 +179,12 @@ def _read_tensors(result: Inspection, layout: Layout, config: DrafterConfig) -> 
     d2t = result.tensors.get("d2t")
     if config.reduced_vocabulary and d2t is not None and d2t.shape == (config.draft_vocab_size,):
         _check_d2t(result, d2t.long(), config.vocab_size)
+
+
+def _check_vocabulary(result: Inspection, layout: Layout, config: DrafterConfig) -> None:
+    if config.reduced_vocabulary and layout.reduced_in_engines:
+        text = f"it proposes {config.draft_vocab_size:,} of {config.vocab_size:,} tokens"
+        result.add("draft_vocab_size", text, layout.reduced_in_engines, warning=True)
 
 
 def _check_d2t(result: Inspection, d2t: Tensor, vocabulary: int) -> None:

@@ -23,7 +23,7 @@ from draftsmith.speculators.errors import ConfigError
 from draftsmith.speculators.families.autoregressive import DecoderChain
 from draftsmith.speculators.families.least_squares import ridge, terms_for
 from draftsmith.speculators.layers.decoder import Asked, Attends, DecoderLayer, Rotary, RotaryTable
-from draftsmith.speculators.options import DecoderOptions
+from draftsmith.speculators.options import DecoderOptions, VocabularyOptions
 from draftsmith.speculators.precision import on_host
 from draftsmith.speculators.target.frozen_target import TargetFeatures
 from draftsmith.speculators.target.target_head import TargetHead
@@ -53,7 +53,7 @@ class EagleConfig(DecoderConfig):
         return super().describe() + ("; fc with a bias, which vLLM drops" if self.fc_bias else "")
 
 
-class EagleOptions(DecoderOptions):
+class EagleOptions(DecoderOptions, VocabularyOptions):
     """The trained head. Sizes left null are the target's own."""
 
     feature_noise: float = Field(

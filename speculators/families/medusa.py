@@ -19,7 +19,7 @@ from draftsmith.speculators.config import DrafterConfig
 from draftsmith.speculators.drafter import Samples, valid_terms
 from draftsmith.speculators.families.attention_free import SlotwiseDrafter
 from draftsmith.speculators.families.least_squares import ridge, terms_for
-from draftsmith.speculators.options import DrafterOptions, PositiveInt
+from draftsmith.speculators.options import PositiveInt, VocabularyOptions
 from draftsmith.speculators.target.frozen_target import TargetFeatures
 from draftsmith.speculators.target.target_head import TargetHead
 
@@ -54,7 +54,7 @@ class MedusaConfig(MedusaShape, DrafterConfig):
         return f"{heads}, {self.projections} vocabulary projection(s)"
 
 
-class MedusaOptions(MedusaShape, DrafterOptions):
+class MedusaOptions(MedusaShape, VocabularyOptions):
     """The trained heads."""
 
     unroll_steps: PositiveInt = Field(5, description="heads trained; never more than there are")
@@ -118,6 +118,8 @@ class Medusa(SlotwiseDrafter):
                 if block.linear.bias is not None:
                     nn.init.zeros_(block.linear.bias)
         rows = target.head_weight
+        if (ids := self.draft_to_target) is not None:
+            rows = rows[ids.to(rows.device)]
         for depth, head in enumerate(self.lm_heads):
             head.weight.copy_(rows)
             if features is not None:

@@ -30,7 +30,7 @@ from draftsmith.speculators.layers.decoder import (
     RotaryTable,
 )
 from draftsmith.speculators.layers.target_layer import BorrowedLayer, layer_fields
-from draftsmith.speculators.options import DrafterOptions, NonEmptyText, PositiveInt
+from draftsmith.speculators.options import NonEmptyText, PositiveInt, VocabularyOptions
 from draftsmith.speculators.target.target_head import TargetHead
 from draftsmith.speculators.traits import Traits
 
@@ -109,7 +109,7 @@ class MtpConfig(DecoderConfig):
         return f"{kind}; reads the state {read} the final norm"
 
 
-class MtpOptions(DrafterOptions):
+class MtpOptions(VocabularyOptions):
     """The trained module. Its sizes are the target's."""
 
     layout: LayoutName | None = Field(

@@ -90,6 +90,7 @@ CASES: dict[str, Case] = {
         "draft_model", {}, {"from_target": {"last": 2}, **REDUCED}, noise=0.05
     ),
     "eagle": Case("eagle", {}, {"init": "pass_through"}, noise=0.12),
+    "eagle, reduced": Case("eagle", REDUCED, {"init": "pass_through"}, noise=0.12),
     "eagle, HASS, gemma3": Case(
         "eagle", {}, {"unroll_steps": 3, "detach": True}, "gemma3", noise=0.12
     ),
@@ -114,6 +115,7 @@ CASES: dict[str, Case] = {
         "medusa", {"num_heads": 4, **TWO, "fc_bias": False}, {}, "qwen3"
     ),
     "medusa, one projection": Case("medusa", {"num_heads": 3, "shared_lm_head": True}, {}, "qwen2"),
+    "medusa, reduced": Case("medusa", {"num_heads": 3, **REDUCED}),
     "mlp": Case("mlp", {}, {"unroll_steps": 3}),
     "mlp, four heads, tied, scaled, gemma3": Case(
         "mlp",
@@ -135,11 +137,13 @@ CASES: dict[str, Case] = {
         "peagle", {"num_depths": 4, **MASK, **TWO, **OWN, "fc_norm": True}, {}, "qwen3", (1, 2)
     ),
     "mtp": Case("mtp"),
+    "mtp, reduced": Case("mtp", REDUCED),
     "mtp, the state before the norm, qwen3": Case(
         "mtp", {"hidden_state": "residual"}, {}, "qwen3", (3,)
     ),
     "mtp, layer of deepseek_v3": Case("mtp", {}, {}, "deepseek_v3"),
     "mtp, layer of qwen3_next": Case("mtp", {}, {}, "qwen3_next"),
+    "mtp, layer of deepseek_v3, reduced": Case("mtp", REDUCED, {}, "deepseek_v3"),
 }
 # The first case of each family; the others are for properties that a switch may break.
 BASE = {case.family: name for name, case in reversed(CASES.items())}

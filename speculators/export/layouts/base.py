@@ -17,7 +17,7 @@ from draftsmith.speculators.config import DrafterConfig, decoder_fields
 from draftsmith.speculators.drafter import Drafter
 from draftsmith.speculators.errors import CheckpointError, ConfigError
 from draftsmith.speculators.registry import family_class
-from draftsmith.speculators.vocab.draft_vocab import from_offsets, to_offsets
+from draftsmith.speculators.vocab.draft_vocab import from_offsets, load_ids, save_ids, to_offsets
 
 WEIGHTS = "model.safetensors"
 NUM_SPECULATIVE_TOKENS = 5  # default drafts of a round
@@ -28,6 +28,7 @@ PREFIX = "model."
 REFUSES = "vLLM refuses it"
 RANDOM = "vLLM runs with the values that the module was made with, and accepts nothing or less"
 ONES = "vLLM runs with ones"
+SCORES_ALL = "vLLM and SGLang score all of them: drafts cost more, and texts stay the same"
 
 
 @dataclass(frozen=True)
@@ -88,9 +89,10 @@ class FolderContents:
                 where=self.where,
             )
         self.require("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")
+        size = self.section.get("draft_vocab_size") or fields.get("draft_vocab_size")
         return dict(
             vocab_size=fields["vocab_size"],
-            draft_vocab_size=fields.get("draft_vocab_size") or fields["vocab_size"],
+            draft_vocab_size=size or fields["vocab_size"],
             target_hidden_size=fields.get("target_hidden_size") or fields["hidden_size"],
             num_target_layers=self.target_layers(),
             dtype=self.dtype,
@@ -110,11 +112,14 @@ class Layout:
     ignored: ClassVar[tuple[str, ...]] = ()  # tensors of other tools that no loader reads
     exact: ClassVar[tuple[str, ...]] = ()  # endings of the names of tensors that stay in float32
     bare: ClassVar[bool] = True  # no tensor of it begins with `model.`
+    # Ids of a reduced vocabulary are a file of their own, as engines refuse `d2t`.
+    ids_beside: ClassVar[bool] = False
     # What vLLM does without a tensor, by an ending of its name; the first that fits.
     without: ClassVar[Mapping[str, str]] = {"norm.weight": ONES, "": RANDOM}
 
     # How engines serve the family; of the layout in vLLM's own format.
     vllm_method: ClassVar[Mapping[str, Any]] = {}  # where vLLM's method is not the family's name
+    reduced_in_engines: ClassVar[str] = ""  # what they do with a vocabulary they cannot reduce
     in_vllm: ClassVar[bool] = True
     last_vllm: ClassVar[str] = ""  # minor version up to which it does; empty: it still does
     vllm_arguments: ClassVar[str] = ""  # further ones of `vllm serve`
@@ -161,7 +166,9 @@ class Layout:
         }
         tensors |= {name: torch.zeros(s, dtype=dtype) for name, s in self.zeros(config).items()}
         ids = drafter.draft_to_target
-        if ids is not None:
+        if ids is not None and self.ids_beside:
+            save_ids(ids, folder)
+        elif ids is not None:
             tensors["d2t"] = to_offsets(ids.cpu())
             listed = torch.zeros(config.vocab_size, dtype=torch.bool)
             tensors["t2d"] = listed.index_fill_(0, ids.cpu(), True)
@@ -174,7 +181,9 @@ class Layout:
         refuse(self.faults(tensors, config), folder)
         state = {inside: tensors[name] for name, (inside, _) in self.tensors(config).items()}
         state = dict(self.packed(state))
-        if config.reduced_vocabulary:
+        if config.reduced_vocabulary and self.ids_beside:
+            state["target_ids"] = load_ids(folder, config.draft_vocab_size, config.vocab_size)
+        elif config.reduced_vocabulary:
             state["target_ids"] = from_offsets(tensors["d2t"], config.vocab_size, str(folder))
         drafter.load_state_dict(state, strict=True)
 
@@ -192,7 +201,7 @@ class Layout:
         """Lists all differences between the tensors and the table."""
         zeros = self.zeros(config)
         shapes = {name: shape for name, (_, shape) in self.tensors(config).items()}
-        if config.reduced_vocabulary:
+        if config.reduced_vocabulary and not self.ids_beside:
             shapes["d2t"] = (config.draft_vocab_size,)
         faults = [self.missing(name) for name in sorted(set(shapes) - set(tensors))]
         known = {*shapes, *zeros, *self.ignored}
@@ -378,14 +387,6 @@ def own_fields(config: DrafterConfig) -> dict[str, Any]:
 def reduced_field(config: DrafterConfig) -> dict[str, Any]:
     """The field of a reduced vocabulary in formats that have none; empty for a whole one."""
     return {"draft_vocab_size": config.draft_vocab_size} if config.reduced_vocabulary else {}
-
-
-def scored_whole(size: int, whole: int) -> Iterator[Fault]:
-    """A vocabulary of `size` tokens in a format whose engines score all of `whole`."""
-    if size < whole:
-        text = f"it proposes {size:,} of {whole:,} tokens"
-        engines = "vLLM and SGLang score all of them: drafts cost more, and texts stay the same"
-        yield Fault("draft_vocab_size", text, engines, warning=True)
 
 
 def architecture_of(fields: Mapping[str, Any]) -> str:

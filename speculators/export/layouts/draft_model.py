@@ -5,7 +5,7 @@ another tokenizer than its target's has the map between the two beside it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
@@ -20,7 +20,7 @@ from draftsmith.speculators.drafter import Drafter
 from draftsmith.speculators.errors import CheckpointError, ConfigError, DraftsmithError
 from draftsmith.speculators.export.headers import read_headers
 from draftsmith.speculators.export.layouts import base
-from draftsmith.speculators.export.layouts.base import Fault, Fields, FolderContents, Layout
+from draftsmith.speculators.export.layouts.base import Fault, FolderContents, Layout
 from draftsmith.speculators.families.draft_model.model import DraftModel, DraftModelConfig, sizes_of
 from draftsmith.speculators.families.draft_model.student import plain_fields
 from draftsmith.speculators.hub import one_line
@@ -36,6 +36,8 @@ class DraftModelLayout(Layout):
 
     family = "draft_model"
     bare = False
+    ids_beside = True
+    reduced_in_engines = base.SCORES_ALL
     without: ClassVar = {"": base.REFUSES}
     sglang_algorithm = "STANDALONE"
 
@@ -51,13 +53,6 @@ class DraftModelLayout(Layout):
         if not config.other_tokenizer:
             return ""
         return "STANDALONE wants a model with the target's own tokenizer"
-
-    @override
-    def field_faults(self, fields: Fields, plain: Fields, names: set[str]) -> Iterator[Fault]:
-        size = (fields.get("draftsmith") or {}).get("draft_vocab_size")
-        if size is not None:
-            whole = sizes_of(plain_fields(plain, "config.json"))["vocab_size"]
-            yield from base.scored_whole(size, whole)
 
     def inspect(self, config: DrafterConfig, folder: Path) -> tuple[dict[str, Tensor], list[Fault]]:
         """By loading it, under transformers' names."""

@@ -26,6 +26,8 @@ class EagleLayout(Layout):
     """Names as vLLM's loader has them, which refuses a norm after the last layer and a head."""
 
     family = "eagle"
+    ids_beside = True
+    reduced_in_engines = base.SCORES_ALL
     architectures: ClassVar[tuple[str, ...]] = ARCHITECTURES
     sglang_algorithm = "EAGLE"
 
@@ -51,6 +53,7 @@ class EagleLayout(Layout):
     def to_config(self, config: Any) -> dict[str, Any]:
         section = base.own_fields(config)
         section["draftsmith"] |= {field: getattr(config, field) for field in BY_NAME}
+        section["draftsmith"] |= base.reduced_field(config)
         return {
             "architectures": ["EagleLlamaForCausalLM"],
             "model_type": "llama",

@@ -25,6 +25,8 @@ class MedusaLayout(Layout):
     family = "medusa"
     architectures = ("MedusaModel",)
     bare = False
+    ignored = ("t2d",)
+    reduced_in_engines = "vLLM's Medusa has no such map, and refuses the rows that are left"
     without: ClassVar = {"": base.REFUSES}
     vllm_samples = False
     last_vllm = "0.32"
@@ -36,6 +38,12 @@ class MedusaLayout(Layout):
             name.startswith(("blocks.", "lm_heads.")) or _PUBLISHED_BLOCK.match(name)
             for name in names
         )
+
+    @override
+    def no_vllm(self, config: Any) -> str:
+        if not config.reduced_vocabulary:
+            return ""
+        return f"{self.reduced_in_engines}; this project's runtime serves it"
 
     @override
     def name_in_file(self, name: str, config: Any) -> str:
@@ -57,6 +65,7 @@ class MedusaLayout(Layout):
             "model_type": "medusa",
             "hidden_size": config.hidden_size,
             "vocab_size": config.vocab_size,
+            **base.reduced_field(config),
             "num_heads": config.num_heads,
             "num_hidden_layers": config.num_layers,
             "medusa_fc_bias": config.fc_bias,
@@ -76,7 +85,7 @@ class MedusaLayout(Layout):
             contents.where,
             "medusa",
             vocab_size=fields["vocab_size"],
-            draft_vocab_size=fields["vocab_size"],
+            draft_vocab_size=fields.get("draft_vocab_size") or fields["vocab_size"],
             hidden_size=fields["hidden_size"],
             target_hidden_size=fields["hidden_size"],
             num_target_layers=contents.target_layers(),

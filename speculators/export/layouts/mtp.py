@@ -72,6 +72,8 @@ class MtpLayout(Layout):
 
     family = "mtp"
     bare = False
+    ids_beside = True
+    reduced_in_engines = base.SCORES_ALL
     without: ClassVar = {"": base.REFUSES}
     vllm_arguments = """ --hf-overrides '{"num_nextn_predict_layers": 1}'"""
     sglang_algorithm = "EAGLE"
@@ -111,6 +113,8 @@ class MtpLayout(Layout):
 
     @override
     def to_config(self, config: Any) -> dict[str, Any]:
+        section = base.own_fields(config)
+        section["draftsmith"] |= base.reduced_field(config)
         layer = {"model_type": "qwen2", "vocab_size": config.vocab_size, **config.llama_fields()}
         return (layer if config.target_fields is None else dict(config.target_fields)) | {
             "architectures": [ARCHITECTURES[config.layout]],
@@ -118,7 +122,7 @@ class MtpLayout(Layout):
             "tie_word_embeddings": False,
             "dtype": config.dtype,
             "mtp_hidden_state": config.hidden_state,
-            **base.own_fields(config),
+            **section,
         }
 
     @override
@@ -136,6 +140,8 @@ class MtpLayout(Layout):
         whole = any(name.startswith("model.layers.0.") for name in names)  # the target is there too
         usual = "residual" if whole and layout == "mimo" else "normed"
         read = {"dtype": contents.dtype, "hidden_state": fields.get("mtp_hidden_state") or usual}
+        if (size := contents.section.get("draft_vocab_size")) is not None:
+            read["draft_vocab_size"] = size
         contents.require("num_hidden_layers")
         if layout in BORROWED:
             return self._borrowed(fields, layout, modules, where, read)

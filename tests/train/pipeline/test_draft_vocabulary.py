@@ -22,7 +22,7 @@ from tests.support.errors import raises_at
 from tests.support.training import SHAPES, make_recipe, make_rows, make_trainer, recipe_of
 
 SIZE = 40
-FAMILIES = ["draft_model", "mlp"]
+FAMILIES = ["draft_model", "eagle", "medusa", "mlp", "mtp"]
 ROWS = make_rows()
 
 
