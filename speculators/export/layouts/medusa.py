@@ -26,7 +26,7 @@ class MedusaLayout(Layout):
     architectures = ("MedusaModel",)
     bare = False
     ignored = ("t2d",)
-    reduced_in_engines = "vLLM's Medusa has no such map, and refuses the rows that are left"
+    reduced_in_engines = "vLLM's Medusa wants a row for each token, and refuses it"
     without: ClassVar = {"": base.REFUSES}
     vllm_samples = False
     last_vllm = "0.32"
