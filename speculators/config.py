@@ -6,7 +6,7 @@ layers; a family adds its own in its file."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, Self
+from typing import Any, Literal, Protocol, Self
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -75,6 +75,9 @@ class DrafterConfig(BaseModel):
     )
     own_embeddings: bool = Field(False, description="the head has an embedding table of its own")
     dtype: str = Field("float32", description="dtype of the exported weights")
+    quantization: Literal["int8"] | None = Field(
+        None, description="of the linear layers' weights; None: as all others"
+    )
 
     @model_validator(mode="after")
     def _vocabulary_and_taps(self) -> Self:

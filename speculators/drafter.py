@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -23,6 +23,8 @@ from draftsmith.speculators.errors import ConfigError
 from draftsmith.speculators.layers.decoder import DecoderLayer
 from draftsmith.speculators.layers.frozen_linear import FrozenLinear, freeze_linears, thaw_linears
 from draftsmith.speculators.layers.head_rows import frozen_rows, head_rows, keep_rows
+from draftsmith.speculators.layers.frozen_linear import freeze_linears, thaw_linears
+from draftsmith.speculators.layers.int8_linear import quantise_linears
 from draftsmith.speculators.options import DrafterOptions
 from draftsmith.speculators.precision import on_device, on_host
 from draftsmith.speculators.target.frozen_target import FrozenTarget, TargetFeatures
@@ -367,6 +369,12 @@ class Drafter(nn.Module):
     def deep_copy(self) -> Drafter:
         """A deep copy that shares the target."""
         return copy.deepcopy(self, {id(target): target for target in self._target})
+
+    def take_quantisation(self, scheme: Literal["int8"]) -> None:
+        """Its linear layers become int8 ones, of the nearest weights; for inference from then on.
+        Those that are so already stay."""
+        quantise_linears(self)
+        self.config = self.config.model_copy(update={"quantization": scheme})
 
     def snapshot(self, dtype: torch.dtype) -> Drafter:
         """A frozen copy in `dtype`, which drafts as an export of these weights would."""

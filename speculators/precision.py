@@ -19,6 +19,8 @@ from draftsmith.speculators.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
+SCALE = "_scale"  # what follows the name of a weight in that of its scales
+
 # Capabilities of x86 and ARM, as torch.cpu.get_capabilities names them; other architectures are
 # taken to support bfloat16.
 BFLOAT16 = ("avx512_bf16", "amx_bf16", "avx_ne_convert", "avx10_2", "bf16", "sve_bf16")
@@ -83,8 +85,19 @@ def as_dtype(named: torch.dtype | str) -> torch.dtype:
 def in_dtype(state: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
     """A state dict on the CPU in `dtype`; tied tensors stay tied."""
     keys = {name: (x.data_ptr(), x.shape, x.stride()) for name, x in state.items()}
-    cast = {keys[name]: tensor.detach().to("cpu", dtype) for name, tensor in state.items()}
+    cast = {keys[name]: in_precision(name, tensor, dtype) for name, tensor in state.items()}
     return {name: cast[key] for name, key in keys.items()}
+
+
+def in_precision(
+    name: str, tensor: Tensor, dtype: torch.dtype, exact: tuple[str, ...] = ()
+) -> Tensor:
+    """A tensor of a state dict on the CPU in `dtype`; int8 weights stay so. Their scales, and what
+    ends in one of `exact`, are float32."""
+    if not tensor.is_floating_point():
+        return tensor.detach().cpu()
+    wide = name.endswith((SCALE, *exact))
+    return tensor.detach().to("cpu", torch.float32 if wide else dtype)
 
 
 def autocast_dtype(mixed_precision: str, device: torch.device | str) -> torch.dtype:

@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,10 +21,11 @@ from safetensors import SafetensorError
 
 from draftsmith.speculators.config import DrafterConfig
 from draftsmith.speculators.drafter import Drafter
-from draftsmith.speculators.errors import CheckpointError
+from draftsmith.speculators.errors import CheckpointError, ConfigError
 from draftsmith.speculators.export.formats import NATIVE, layout_for, layout_of
 from draftsmith.speculators.export.headers import Header, pickled_files, read_headers
 from draftsmith.speculators.export.layouts.base import FolderContents
+from draftsmith.speculators.export.quantisation import quantisation_fields, split_quantisation
 from draftsmith.speculators.hub import may_be_on_hub, one_line, split_revision
 from draftsmith.speculators.registry import family_class
 from draftsmith.speculators.target.target_head import TargetHead
@@ -43,18 +44,25 @@ def export_drafter(
     provenance: dict[str, Any] | None = None,
     format: str = NATIVE,
     beside: Iterable[Path] = (),
+    judge: Callable[[Path], None] = lambda folder: None,
 ) -> Path:
     """Writes `drafter` to `folder` in its family's layout and returns the folder.
 
     An export that fails leaves what was there before in place. `provenance` goes into config.json
     under `draftsmith`; its `target` (`describe_target`) is the attached one unless it says
     otherwise. `format`: one of `formats.FORMATS`; ConfigError if the family or this drafter has no
-    place in it. `beside`: files that go into the folder too."""
+    place in it. `beside`: files that go into the folder too. `judge` is given the whole folder before
+    it takes its place, and raises if it may not."""
     folder = Path(folder)
     config = drafter.config.model_copy(update={"dtype": str(dtype).removeprefix("torch.")})
     written_as = layout_for(format, config.family)
     written_as.check(config, format)
-    fields = written_as.layout.to_config(config)
+    if config.quantization is not None and format != NATIVE:
+        raise ConfigError(
+            f"has no place for {config.quantization} weights; write {NATIVE}",
+            where=f"export format {format}",
+        )
+    fields = written_as.layout.to_config(config) | quantisation_fields(config.quantization)
     if drafter.attached:
         fields["draftsmith"]["target"] = describe_target(drafter.target)
     fields["draftsmith"] |= (provenance or {}) | ({"format": format} if format != NATIVE else {})
@@ -67,6 +75,7 @@ def export_drafter(
         for file in beside:
             shutil.copyfile(file, fresh / file.name)
         (fresh / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
+        judge(fresh)
     return folder
 
 
@@ -191,11 +200,12 @@ def read_drafter_config(
     they may say what config.json does not."""
     folder = resolve(path_or_id, weights=not config_only)
     names = set() if config_only else set(_headers(folder))
-    fields = read_fields(folder)
+    fields, quantization = split_quantisation(read_fields(folder))
     where = f"{folder}/config.json"
     written_as = layout_of(fields, names, str(folder))
     plain = written_as.from_engine(fields, where)
-    return written_as.layout.from_config(FolderContents(plain, names, where, num_target_layers))
+    config = written_as.layout.from_config(FolderContents(plain, names, where, num_target_layers))
+    return config.model_copy(update={"quantization": quantization})
 
 
 def read_fields(path_or_id: str | Path) -> dict[str, Any]:

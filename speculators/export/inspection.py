@@ -23,6 +23,7 @@ from draftsmith.speculators.export.headers import Header, pickled_files, read_he
 from draftsmith.speculators.export.layouts import base
 from draftsmith.speculators.export.layouts.base import Fault, Layout
 from draftsmith.speculators.export.layouts.format import Format
+from draftsmith.speculators.export.quantisation import split_quantisation
 from draftsmith.speculators.vocab.draft_vocab import from_offsets
 
 CONFIG = "config.json"
@@ -159,7 +160,8 @@ def _read_config(result: Inspection, written_as: Format, layers: int | None) -> 
             text = f"{prefixed[0]} and {len(prefixed) - 1} more names begin with it; leave it out"
             result.add(base.PREFIX, text, base.REFUSES)
         names = base.bare_names(names)
-    plain = dict(written_as.from_engine(result.fields, CONFIG))
+    fields, quantization = split_quantisation(result.fields)
+    plain = dict(written_as.from_engine(fields, CONFIG))
     readable = layout.architectures if format_of(result.fields) != "speculators" else ()
     if readable and (plain.get("architectures") or [None])[0] not in readable:
         text = f"architectures is {plain.get('architectures')}; expected {' or '.join(readable)}"
@@ -170,7 +172,8 @@ def _read_config(result: Inspection, written_as: Format, layers: int | None) -> 
     ids = plain.get("target_layer_ids") or section.get("target_layer_ids") or ()
     taps = plain.get("eagle_aux_hidden_state_layer_ids") or ()
     stand_in = layers or max([*taps, *(i + 1 for i in ids), 1])
-    return layout.from_config(base.FolderContents(plain, names, CONFIG, stand_in))
+    config = layout.from_config(base.FolderContents(plain, names, CONFIG, stand_in))
+    return config.model_copy(update={"quantization": quantization})
 
 
 def _read_tensors(result: Inspection, layout: Layout, config: DrafterConfig) -> None:

@@ -24,6 +24,7 @@ from draftsmith.speculators.drafter import (
     valid_terms,
 )
 from draftsmith.speculators.layers.checkpointing import kept_or_recomputed
+from draftsmith.speculators.layers.int8_linear import dtype_of
 from draftsmith.speculators.precision import to_device
 from draftsmith.speculators.target.frozen_target import TargetFeatures
 from draftsmith.speculators.traits import Traits
@@ -42,7 +43,7 @@ class SlotwiseDrafter(Drafter):
 
     def start(self, last_hidden: Tensor) -> Tensor:
         """last_hidden of the target [N, H] -> the state before depth 0 [N, S]."""
-        return last_hidden.to(next(self.parameters()).dtype)
+        return last_hidden.to(dtype_of(self))
 
     def advance(self, state: Tensor, token_ids: Tensor, depth: int) -> Tensor:
         """State before `depth` [N, S], tokens x_{t+1+depth} [N] -> its state [N, S]."""

@@ -43,6 +43,7 @@ from draftsmith.speculators.layers.attention import attention
 from draftsmith.speculators.layers.checkpointing import kept_or_recomputed
 from draftsmith.speculators.layers.decoder import Attend, DecoderLayer, RMSNorm, Rotary, RotaryTable
 from draftsmith.speculators.layers.grouped_attention import cached_attends
+from draftsmith.speculators.layers.int8_linear import dtype_of
 from draftsmith.speculators.layers.queries import Blocks, in_window
 from draftsmith.speculators.options import Count, DecoderOptions, PositiveInt, TapOptions
 from draftsmith.speculators.precision import on_host, to_device
@@ -304,14 +305,14 @@ class DFlash(Drafter):
         return self._project_context(self._read_taps(taps), rotary)
 
     def _read_taps(self, taps: Tensor) -> Tensor:
-        return self.hidden_norm(self.fc(taps.to(self.fc.weight.dtype)))
+        return self.hidden_norm(self.fc(taps.to(dtype_of(self.fc))))
 
     def _project_context(self, c: Tensor, rotary: Rotary) -> list[tuple[Tensor, Tensor]]:
         return [layer.self_attn.project_context(c, rotary) for layer in self.layers]
 
     def run(self, embeds: Tensor, rotary: Rotary, attends: Sequence[Attend], slots: int) -> Tensor:
         """Embeddings of blocks [B, A·slots, H] -> their normed states [B, A, slots, H]."""
-        state = embeds.to(self.fc.weight.dtype)
+        state = embeds.to(dtype_of(self.fc))
         for layer, attend in zip(self.layers, attends, strict=True):
             inputs = (layer, state, rotary, attend, slots)
             state = kept_or_recomputed(self.traits.recomputes, self.run_layer, *inputs)
@@ -413,7 +414,7 @@ class DFlash(Drafter):
 
     def _like(self, x: Tensor) -> Tensor:
         """An empty tensor of the drafter's precision, on the device of `x`."""
-        return x.new_empty(0, dtype=self.fc.weight.dtype)
+        return x.new_empty(0, dtype=dtype_of(self.fc))
 
     # -------------------------------------------------------------- inference
 

@@ -23,6 +23,7 @@ from draftsmith.speculators.errors import ConfigError
 from draftsmith.speculators.families.autoregressive import DecoderChain
 from draftsmith.speculators.families.least_squares import ridge, terms_for
 from draftsmith.speculators.layers.decoder import Asked, Attends, DecoderLayer, Rotary, RotaryTable
+from draftsmith.speculators.layers.int8_linear import dtype_of
 from draftsmith.speculators.options import DecoderOptions, VocabularyOptions
 from draftsmith.speculators.precision import on_host
 from draftsmith.speculators.target.frozen_target import TargetFeatures
@@ -187,7 +188,7 @@ class Eagle(DecoderChain):
 
     def first_state(self, taps: Tensor | None, last_hidden: Tensor | None) -> Tensor:
         """last_hidden [B, T, H] as it is."""
-        return last_hidden.to(self.fc.weight.dtype)
+        return last_hidden.to(dtype_of(self.fc))
 
     def run(
         self, embeds: Tensor, state: Tensor, rotary: Rotary, attends: Attends, queries: Asked = None

@@ -32,6 +32,7 @@ from draftsmith.speculators.layers.decoder import (
     Rotary,
     RotaryTable,
 )
+from draftsmith.speculators.layers.int8_linear import dtype_of
 from draftsmith.speculators.options import DecoderOptions, PositiveInt, TapOptions
 from draftsmith.speculators.target.target_head import TargetHead
 from draftsmith.speculators.traits import Traits
@@ -187,7 +188,7 @@ class Eagle3(DecoderChain):
 
     def first_state(self, taps: Tensor | None, last_hidden: Tensor | None) -> Tensor:
         """taps [B, T, n·H] -> g [B, T, H]."""
-        return self.fc(self.read_taps(taps.to(self.fc.weight.dtype)))
+        return self.fc(self.read_taps(taps.to(dtype_of(self.fc))))
 
     def read_taps(self, taps: Tensor) -> Tensor:
         """taps [..., n·H] -> what `fc` reads of them [..., n·H]."""

@@ -29,6 +29,7 @@ from draftsmith.speculators.layers.decoder import (
     Rotary,
     RotaryTable,
 )
+from draftsmith.speculators.layers.int8_linear import dtype_of
 from draftsmith.speculators.layers.target_layer import BorrowedLayer, layer_fields
 from draftsmith.speculators.options import NonEmptyText, PositiveInt, VocabularyOptions
 from draftsmith.speculators.target.target_head import TargetHead
@@ -231,7 +232,7 @@ class Mtp(ChainDrafter):
     def first_state(self, taps: Tensor | None, last_hidden: Tensor | None) -> Tensor:
         """The one of the two that the module reads [B, T, H]."""
         state = cast(Tensor, taps if self.traits.reads_taps else last_hidden)
-        return state.to(self.input_proj.weight.dtype)
+        return state.to(dtype_of(self.input_proj))
 
     @override
     def embed(self, token_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:

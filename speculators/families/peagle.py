@@ -17,6 +17,7 @@ from typing_extensions import override
 
 from draftsmith.speculators.drafter import DraftInput, DraftLogits, DraftSteps, Grow, row_noise
 from draftsmith.speculators.families.eagle3 import Eagle3, Eagle3Config, Eagle3Options
+from draftsmith.speculators.layers.int8_linear import dtype_of
 from draftsmith.speculators.options import Count, PositiveInt, Share
 from draftsmith.speculators.precision import on_device
 
@@ -112,7 +113,7 @@ class PEagle(Eagle3):
 
     def _unknown(self) -> Tensor:
         """[H]."""
-        return self.fc(self.read_taps(self.mask_hidden.to(self.fc.weight.dtype)))
+        return self.fc(self.read_taps(self.mask_hidden.to(dtype_of(self.fc))))
 
     # -------------------------------------------------------------- inference
 

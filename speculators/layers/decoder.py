@@ -19,6 +19,7 @@ from typing_extensions import override
 from draftsmith.speculators.config import DecoderConfig
 from draftsmith.speculators.errors import ConfigError
 from draftsmith.speculators.layers.frozen_linear import FrozenLinear
+from draftsmith.speculators.layers.int8_linear import FrozenInt8Linear, Int8Linear, dtype_of
 from draftsmith.speculators.layers.rms_norm import rms_norm
 
 Rotary = tuple[Tensor, Tensor]  # cosines and sines [B or 1, T, d]
@@ -26,6 +27,7 @@ Rotary = tuple[Tensor, Tensor]  # cosines and sines [B or 1, T, d]
 Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]
 Attends = Sequence[Attend]  # of each layer
 Asked = Tensor | None  # [B, M] the slots whose output is asked for; None: all
+Fused = FrozenLinear | FrozenInt8Linear
 
 
 class RMSNorm(nn.RMSNorm):
@@ -57,7 +59,7 @@ class Attention(nn.Module):
             self.q_norm = RMSNorm(self.head_dim, eps=config.rms_norm_eps)
             self.k_norm = RMSNorm(self.head_dim, eps=config.rms_norm_eps)
         self.qk_norm = config.qk_norm
-        self.fused: FrozenLinear | None = None  # all three, while frozen for drafting
+        self.fused: Fused | None = None  # all three, while frozen for drafting
         self.qk_weight: Tensor | None = None  # of both norms [h + g, 1, d], while frozen
 
     def project(
@@ -104,7 +106,7 @@ class Attention(nn.Module):
         if self.qk_norm:
             q = self.q_norm.weight.expand(self.heads, -1)
             k = self.k_norm.weight.expand(self.kv_heads, -1)
-            self.qk_weight = torch.cat([q, k])[:, None].to(self.q_proj.weight.dtype)
+            self.qk_weight = torch.cat([q, k])[:, None].to(dtype_of(self.q_proj))
 
     def project_context(self, x: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
         """x [B, T, inputs] -> rotated keys and values [B, g, T, d] of slots that ask nothing."""
@@ -126,7 +128,7 @@ class GatedMLP(nn.Module):
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
         self.act = ACT2FN[config.hidden_act]
-        self.fused: FrozenLinear | None = None
+        self.fused: Fused | None = None
 
     @override
     def forward(self, x: Tensor) -> Tensor:
@@ -183,10 +185,10 @@ class DecoderLayer(nn.Module):
         `shared`, `packs`: as of `FrozenLinear`."""
         a = self.self_attn
         m = self.mlp
-        a.fused = FrozenLinear(a.q_proj, a.k_proj, a.v_proj, shared=shared, packs=packs)
+        a.fused = _fused(a.q_proj, a.k_proj, a.v_proj, shared=shared, packs=packs)
         a.join_norms()
         if isinstance(m, GatedMLP):
-            m.fused = FrozenLinear(m.gate_proj, m.up_proj, shared=shared, packs=packs)
+            m.fused = _fused(m.gate_proj, m.up_proj, shared=shared, packs=packs)
 
     def unfuse(self) -> None:
         """Undoes `fuse`: the projections are read one by one again, as training needs them."""
@@ -232,6 +234,12 @@ class RotaryTable(ExactBuffers):
             self._table = table = torch.cat(self.rotary_emb(like, every), -1)[0]
         cos, sin = torch.embedding(table, position_ids).chunk(2, -1)
         return cos, sin
+
+
+def _fused(*linears: nn.Module, shared: bool, packs: bool) -> Fused:
+    if isinstance(linears[0], Int8Linear):
+        return FrozenInt8Linear(*linears)
+    return FrozenLinear(*linears, shared=shared, packs=packs)
 
 
 def at_slots(x: Tensor, slots: Tensor) -> Tensor:

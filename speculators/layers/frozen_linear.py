@@ -27,7 +27,7 @@ class FrozenLinear:
     but a packed one if `packs`, which does not follow what is written to them."""
 
     def __init__(self, *linears: nn.Linear, shared: bool = False, packs: bool = False) -> None:
-        join = _moved_together if shared else _joined
+        join = moved_together if shared else _joined
         self.weight = join([linear.weight for linear in linears])
         self.bias = None if linears[0].bias is None else join([linear.bias for linear in linears])
         self.packed: Tensor | None = None
@@ -72,7 +72,7 @@ def _joined(tensors: list[Tensor]) -> Tensor:
     return torch.cat(kept) if len(kept) > 1 else kept[0]
 
 
-def _moved_together(tensors: list[Tensor]) -> Tensor:
+def moved_together(tensors: list[Tensor]) -> Tensor:
     """All of them as one, of which they become views: what is written to either is in both."""
     first = tensors[0]
     end = tensors[0].storage_offset()

@@ -26,6 +26,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask, sdpa_mask
 
 from draftsmith.speculators.errors import CheckpointError, UnsupportedTarget
+from draftsmith.speculators.layers.int8_linear import Int8Linear
 from draftsmith.speculators.target.packed_attention import additive_mask, eager_function
 from draftsmith.speculators.target.recurrent import RecurrentLayers, RecurrentStates, StateCache
 
@@ -96,7 +97,9 @@ def is_quantised(model: PreTrainedModel) -> bool:
 
 
 def has_plain_weight(module: nn.Module) -> bool:
-    """False if the weight of a linear layer or embedding is quantised."""
+    """False if the weight of a linear layer or embedding is quantised in a way not our own."""
+    if isinstance(module, Int8Linear):  # a draft model's own, which nobody shares
+        return True
     weight = getattr(module, "weight", None)
     if weight is None or weight.dtype not in OF_STATES:
         return False

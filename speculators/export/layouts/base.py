@@ -16,6 +16,7 @@ from torch import Tensor
 from draftsmith.speculators.config import DrafterConfig, decoder_fields
 from draftsmith.speculators.drafter import Drafter
 from draftsmith.speculators.errors import CheckpointError, ConfigError
+from draftsmith.speculators.precision import SCALE, in_precision
 from draftsmith.speculators.registry import family_class
 from draftsmith.speculators.vocab.draft_vocab import from_offsets, load_ids, save_ids, to_offsets
 
@@ -159,9 +160,8 @@ class Layout:
     ) -> None:
         """Writes everything but config.json into an empty folder."""
         state = self.unpacked(drafter.state_dict())
-        exact = lambda name: torch.float32 if name.endswith(self.exact) else dtype
         tensors = {
-            name: state[inside].detach().to("cpu", exact(name)).contiguous()
+            name: in_precision(name, state[inside], dtype, self.exact).contiguous()
             for name, (inside, _) in self.tensors(config).items()
         }
         tensors |= {name: torch.zeros(s, dtype=dtype) for name, s in self.zeros(config).items()}
@@ -177,6 +177,8 @@ class Layout:
     def read(self, drafter: Drafter, folder: Path) -> None:
         """Fills `drafter` from a folder. CheckpointError names every tensor at fault."""
         config = drafter.config
+        if config.quantization is not None:
+            drafter.take_quantisation(config.quantization)
         tensors = self.canonical(self._stored(config, folder), config)
         refuse(self.faults(tensors, config), folder)
         state = {inside: tensors[name] for name, (inside, _) in self.tensors(config).items()}
@@ -214,6 +216,9 @@ class Layout:
         for name in shapes:
             if name in tensors and tuple(tensors[name].shape) != shapes[name]:
                 faults.append(misshaped(name, tensors[name].shape, shapes[name]))
+            elif name in tensors and f"{name}{SCALE}" in shapes:
+                if tensors[name].dtype != torch.int8:
+                    faults.append(not_int8(name, tensors[name].dtype))
             elif name in tensors and name != "d2t" and not tensors[name].is_floating_point():
                 faults.append(not_floating(name, str(tensors[name].dtype).removeprefix("torch.")))
             elif name in tensors and not torch.isfinite(tensors[name].float()).all():
@@ -253,7 +258,10 @@ class Layout:
     def tensors(self, config: DrafterConfig) -> Table:
         """Every tensor but `d2t`, which is offsets in the file and ids in the module."""
         with torch.device("meta"):
-            state = self.unpacked(family_class(config.family)(config).state_dict())
+            drafter = family_class(config.family)(config)
+            if config.quantization is not None:
+                drafter.take_quantisation(config.quantization)
+            state = self.unpacked(drafter.state_dict())
         return {
             self.name_in_file(name, config): (name, tuple(tensor.shape))
             for name, tensor in state.items()
@@ -367,6 +375,12 @@ def not_floating(name: str, dtype: str) -> Fault:
         " that makes weights of them; export the drafter without quantisation"
     )
     return Fault(name, text, "engines draft nonsense, or refuse it")
+
+
+def not_int8(name: str, dtype: torch.dtype) -> Fault:
+    """The fault of a weight of another dtype than config.json's `quantization_config` says."""
+    text = f"{name} is stored as {str(dtype).removeprefix('torch.')}, expected int8"
+    return Fault(name, f"{text}; export the drafter again", REFUSES)
 
 
 def refuse(faults: Sequence[Fault], folder: str | Path) -> None:

@@ -90,6 +90,10 @@ class DraftModelLayout(Layout):
             **sizes,
         )
 
+    @override
+    def name_in_file(self, name: str, config: Any) -> str:
+        return name.removeprefix(base.PREFIX)  # of the drafter's own `model`
+
     # -------------------------------------------------------------- files
 
     @override
@@ -111,7 +115,10 @@ class DraftModelLayout(Layout):
     def read(self, drafter: Drafter, folder: Path) -> None:
         draft_model = cast(DraftModel, drafter)
         config = cast(DraftModelConfig, drafter.config)
-        draft_model.take_model(self._load(folder))
+        if config.quantization is None:
+            draft_model.take_model(self._load(folder))
+        else:  # scales, which transformers reads with a further library
+            super().read(drafter, folder)
         state = draft_model.model.state_dict()
         base.refuse(
             [base.not_finite(name) for name, x in state.items() if not x.isfinite().all()], folder

@@ -204,6 +204,16 @@ class DraftModel(TokenDrafter):
         return self
 
     @override
+    def take_quantisation(self, scheme: Literal["int8"]) -> None:
+        """The head gets weights of its own: an embedding that it was tied to stays as it is."""
+        self._runners = []
+        self._fast_forward = None
+        super().take_quantisation(scheme)
+        self.model.config.tie_word_embeddings = False
+        fields = self.config.model | {"tie_word_embeddings": False}
+        self.config = self.config.model_copy(update={"model": fields})
+
+    @override
     @property
     def writer(self) -> FrozenTarget | None:
         return self.runner if self.token_map is None else None
