@@ -51,7 +51,7 @@ def export_drafter(
     An export that fails leaves what was there before in place. `provenance` goes into config.json
     under `draftsmith`; its `target` (`describe_target`) is the attached one unless it says
     otherwise. `format`: one of `formats.FORMATS`; ConfigError if the family or this drafter has no
-    place in it. `beside`: files that go into the folder too. `judge` is given the whole folder before
+    place in it. `beside`: files that go into the folder too. `judge` is given the folder before
     it takes its place, and raises if it may not."""
     folder = Path(folder)
     config = drafter.config.model_copy(update={"dtype": str(dtype).removeprefix("torch.")})

@@ -6,8 +6,9 @@ folder are copied."""
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -24,6 +25,7 @@ from draftsmith.speculators.export import (
 from draftsmith.speculators.export.formats import NATIVE
 from draftsmith.speculators.export.headers import PICKLES, read_headers
 from draftsmith.speculators.export.layouts.base import WEIGHTS
+from draftsmith.speculators.export.quantisation import quantised
 from draftsmith.speculators.precision import as_dtype
 from draftsmith.speculators.registry import family_class
 
@@ -41,11 +43,14 @@ def convert(
     dtype: str = "auto",
     provenance: dict[str, Any] | None = None,
     num_target_layers: int | None = None,
+    quantize: Literal["int8"] | None = None,
+    judge: Callable[[Path], None] = lambda folder: None,
 ) -> Path:
     """Writes the drafter of a folder or repository id to `out`; returns it.
 
     `dtype`: auto is the folder's own. `provenance`: facts that the folder lacks, such as its
-    `target`. `num_target_layers`: for published heads that do not name their taps. CheckpointError
+    `target`. `num_target_layers`: for published heads that do not name their taps. `quantize`: a
+    scheme of quantisation.py for its weights; `judge`: as of `export_drafter`. CheckpointError
     for an incomplete folder, ConfigError if the format has no place for the drafter."""
     folder = resolve(path_or_id)
     out = Path(out)
@@ -56,13 +61,21 @@ def convert(
     config = read_drafter_config(folder, num_target_layers)
     drafter = family_class(config.family)(config)
     load_weights(drafter, folder)
+    if quantize is not None:
+        drafter = quantised(drafter, quantize, "--quantize")
     section = read_fields(folder).get("draftsmith") or {}
     origin = {name: section[name] for name in ORIGIN if name in section} | (provenance or {})
     exported = as_dtype(config.dtype if dtype == "auto" else dtype)
     files = [path for path in sorted(folder.iterdir()) if path.is_file()]
     kept = [path for path in files if not any(map(path.match, NOT_COPIED))]
     return export_drafter(
-        drafter, out, dtype=exported, format=format, provenance=origin, beside=kept
+        drafter,
+        out,
+        dtype=exported,
+        format=format,
+        provenance=origin,
+        beside=kept,
+        judge=judge,
     )
 
 

@@ -8,12 +8,12 @@ written and read here, without that library."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from draftsmith.speculators.drafter import Drafter
 from draftsmith.speculators.errors import ConfigError
 
-SCHEMES = ("int8",)
+SCHEMES: tuple[Literal["int8"], ...] = ("int8",)
 FIELD = "quantization_config"
 _NUMBERS = {"num_bits": 8, "type": "int", "symmetric": True}
 _INT8: dict[str, Any] = {
@@ -51,27 +51,20 @@ def check_scheme(scheme: str, where: str) -> None:
         raise ConfigError(f"expected one of {', '.join(SCHEMES)}, got {scheme!r}", where=where)
 
 
-def quantised(drafter: Drafter, scheme: str, where: str) -> Drafter:
-    """A copy of a drafter whose linear layers have int8 weights, the nearest to its own.
-    ConfigError if it is quantised already."""
-    check_scheme(scheme, where)
-    if drafter.config.quantization is not None:
+def require_plain(quantization: str | None, where: str) -> None:
+    """ConfigError for a drafter whose weights are in a scheme, `quantization`: it can be neither
+    quantised again nor trained further."""
+    if quantization is not None:
         raise ConfigError(
-            f"its weights are {drafter.config.quantization} already; give the export that it was"
-            " made from",
+            f"its weights are {quantization} already; give the export that it was made from",
             where=where,
         )
+
+
+def quantised(drafter: Drafter, scheme: Literal["int8"], where: str) -> Drafter:
+    """A copy of a drafter whose linear layers have int8 weights, the nearest to its own.
+    ConfigError if it is quantised already."""
+    require_plain(drafter.config.quantization, where)
     copy = drafter.deep_copy()
     copy.take_quantisation(scheme)
     return copy
-
-
-def refuse_training(config: Any, where: str) -> None:
-    """ConfigError for a head whose weights are quantised, and cannot be trained further."""
-    if config.quantization is not None:
-        raise ConfigError(
-            f"its weights are {config.quantization} and cannot be trained; start from the export"
-            " that it was made from",
-            where=where,
-        )
-

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from draftsmith.inference.spec_decode.proposers.methods import TRAINING_FREE
-from draftsmith.speculators.errors import CheckpointError, DataError, HubError
+from draftsmith.speculators.errors import CheckpointError, ConfigError, DataError, HubError
 from draftsmith.speculators.hub import repository_id
 from draftsmith.train.commands.options import AsJson, Model, TargetLayers
 from draftsmith.train.recipe.data_sections import Dtype
@@ -22,6 +22,7 @@ from draftsmith.train.recipe.data_sections import Dtype
 if TYPE_CHECKING:
     from draftsmith.speculators.export.inspection import Inspection
     from draftsmith.speculators.export.serving_commands import ServingCommand
+    from draftsmith.train.pipeline.quantise_stage import AcceptanceChange
 
 
 def export(
@@ -40,6 +41,15 @@ def export(
         Path | None,
         typer.Option(help="A target's folder: OUT is its copy with the MTP module of SOURCE."),
     ] = None,
+    quantize: Annotated[str, typer.Option(help="int8: weights of one byte (docs/serve.md).")] = "",
+    max_acceptance_loss: Annotated[
+        float,
+        typer.Option(min=0, max=1, help="With --quantize: the share of acceptance it may cost."),
+    ] = 0.02,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="With --quantize: held-out prompts; a run has its own."),
+    ] = None,
 ) -> None:
     """Write a drafter as a folder that engines load. It is the best checkpoint of a run, or a
     drafter that is converted to another format."""
@@ -48,11 +58,16 @@ def export(
     from draftsmith.train.pipeline.export_stage import reexport
 
     console = Console()
-    if into is not None:
+    if quantize:
+        if into is not None or format != "vllm":
+            raise ConfigError("goes with neither --into nor another --format", where="--quantize")
+        change = _quantise(source, out, quantize, max_acceptance_loss, prompts, model, dtype)
+        console.print(f"{out}: {source} in {quantize}; {change}", highlight=False)
+    elif into is not None:
         write_back(source, into, out)
         console.print(f"{out}: {into} with the module of {source}", highlight=False)
         return
-    if (source / "config.json").is_file() or repository_id(str(source)):
+    elif _is_export(source):
         convert(
             source,
             out,
@@ -68,6 +83,35 @@ def export(
     config = read_drafter_config(out, target_layers)
     fields = read_fields(out)
     _print_commands(console, _commands(config, fields, str(out), model))
+
+
+def _is_export(source: Path) -> bool:
+    return (source / "config.json").is_file() or bool(repository_id(str(source)))
+
+
+def _quantise(
+    source: Path, out: Path, scheme: Any, max_loss: float, prompts: Path | None, *given: str
+) -> AcceptanceChange:
+    """`given`: --model and --dtype."""
+    from draftsmith.speculators.export import read_fields
+    from draftsmith.speculators.export.quantisation import (
+        check_scheme,
+        require_plain,
+        split_quantisation,
+    )
+    from draftsmith.train.pipeline.quantise_stage import HeldOut, quantise_export, quantise_run
+
+    model, dtype = given
+    check_scheme(scheme, "--quantize")
+    if _is_export(source):
+        require_plain(split_quantisation(read_fields(source))[1], "--quantize")
+        held_out = HeldOut.for_export(source, model, prompts)
+        named = {"target": {"name_or_path": model}} if model else {}
+        return quantise_export(
+            source, out, held_out, scheme, max_loss, dtype=dtype, provenance=named
+        )
+    with tempfile.TemporaryDirectory(prefix="draftsmith-quantise-") as scratch:
+        return quantise_run(source, out, Path(scratch), scheme, max_loss, dtype=dtype)
 
 
 def inspect(

@@ -13,6 +13,7 @@ from draftsmith.speculators.drafter import Drafter
 from draftsmith.speculators.errors import ConfigError
 from draftsmith.speculators.export import read_drafter_config, resolve
 from draftsmith.speculators.export.formats import layout_for
+from draftsmith.speculators.export.quantisation import require_plain
 from draftsmith.speculators.options import DrafterOptions, VocabularyOptions
 from draftsmith.speculators.registry import build_config, config_for_target, family_class
 from draftsmith.train.recipe.recipe import EXPORT, Recipe
@@ -36,6 +37,7 @@ def drafter_config(recipe: Recipe, target: TargetShape, *, planning: bool = Fals
             expected["mask_token_id"] = default_mask_token(recipe, target)
         return fitting(recipe, config_for_target(target, recipe.family, **expected))
     config = read_drafter_config(start, target.num_layers, config_only=config_only)
+    require_plain(config.quantization, "drafter.init_from")
     if config.family in family_class(recipe.family).traits.starts_from:
         # A head of another family: what both have is its own, the rest is the recipe's.
         names = type(config).model_fields.keys() & fields.keys()

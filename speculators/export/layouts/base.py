@@ -126,6 +126,8 @@ class Layout:
     vllm_arguments: ClassVar[str] = ""  # further ones of `vllm serve`
     vllm_samples: ClassVar[bool] = True  # it can sample its drafts, else they are the best tokens
     vllm_note: ClassVar[str] = ""
+    # why vLLM does not serve int8 weights of it; empty: it does
+    no_vllm_int8: ClassVar[str] = ""
     sglang_algorithm: ClassVar[str | None] = None
     sglang_chain: ClassVar[bool] = True  # SGLang takes the steps of a chain
 

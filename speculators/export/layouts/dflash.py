@@ -177,6 +177,7 @@ class DSparkLayout(DFlashLayout):
     """With Markov and confidence heads; engines read only `causal` of it below `dflash_config`."""
 
     family = "dspark"
+    no_vllm_int8 = "int8 weights of dspark were not run in vLLM; export without --quantize"
     architectures: ClassVar[tuple[str, ...]] = ("Qwen3DSparkModel",)
     nested = ("causal",)
     own_fields = (*DSparkShape.model_fields, "markov_head_type")
@@ -208,6 +209,7 @@ class DFlash2Layout(DFlashLayout):
     """With convolutions and the selector, whose codebooks have no `.weight`."""
 
     family = "dflash2"
+    no_vllm_int8 = "int8 weights of dflash2 were not run in vLLM; export without --quantize"
     architectures: ClassVar[tuple[str, ...]] = ("DFlash2DraftModel",)
     own_fields = tuple(DFlash2Shape.model_fields)
     nested = (*DFlashLayout.nested, *own_fields)

@@ -43,10 +43,14 @@ class Format:
 
     def no_vllm(self, config: Any) -> str:
         """Why vLLM serves no such drafter in this format, and the remedy; empty: it does."""
+        if config.quantization is not None and self.layout.no_vllm_int8:
+            return self.layout.no_vllm_int8
         return self.layout.no_vllm(config)
 
     def no_sglang(self, config: Any) -> str:
         """As `no_vllm`, of SGLang."""
+        if config.quantization is not None:
+            return "int8 weights were not run there; export without --quantize"
         return self.layout.no_sglang(config)
 
     def to_engine(self, fields: dict[str, Any]) -> dict[str, Any]:

@@ -23,6 +23,7 @@ class MedusaLayout(Layout):
     """`blocks.{head}.layers.{block}` and `lm_heads.{head}`."""
 
     family = "medusa"
+    no_vllm_int8 = "vLLM's Medusa heads read plain weights alone; export without --quantize"
     architectures = ("MedusaModel",)
     bare = False
     ignored = ("t2d",)

@@ -71,6 +71,9 @@ class MtpLayout(Layout):
     """All three; which one it is, the names of the tensors say."""
 
     family = "mtp"
+    no_vllm_int8 = (
+        "vLLM reads an MTP module in its target's own quantisation; export without --quantize"
+    )
     bare = False
     ids_beside = True
     reduced_in_engines = base.SCORES_ALL
