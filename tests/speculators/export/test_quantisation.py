@@ -49,7 +49,7 @@ def test_an_int8_export_with_a_scale_lost_or_a_weight_of_floats_is_refused(tmp_p
 
 
 def test_quantised_refuses_what_it_cannot_do(tmp_path):
-    target, drafter = world_of(BASE["eagle3"])
+    _, drafter = world_of(BASE["eagle3"])
     with raises_at(ConfigError, "--quantize"):
         check_scheme("int3", "--quantize")
     small = quantised(drafter, "int8", "--quantize")
