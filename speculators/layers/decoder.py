@@ -8,6 +8,7 @@ projections of one input are one product."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -236,7 +237,7 @@ class RotaryTable(ExactBuffers):
         return cos, sin
 
 
-def _fused(*linears: nn.Module, shared: bool, packs: bool) -> Fused:
+def _fused(*linears: Any, shared: bool, packs: bool) -> Fused:
     if isinstance(linears[0], Int8Linear):
         return FrozenInt8Linear(*linears)
     return FrozenLinear(*linears, shared=shared, packs=packs)

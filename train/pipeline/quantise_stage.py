@@ -137,7 +137,7 @@ def quantise_export(
     texts = {t: _written(target, held_out, t) for t in settings.temperatures}
     k = _drafts(plain, config, settings)
     before = _expected(target, plain, texts, k, settings)
-    changes = []
+    changes: list[AcceptanceChange] = []
 
     def judge(folder: Path) -> None:
         after = _expected(target, folder, texts, k, settings)
