@@ -23,7 +23,6 @@ from draftsmith.speculators.errors import ConfigError
 from draftsmith.speculators.layers.decoder import DecoderLayer
 from draftsmith.speculators.layers.frozen_linear import FrozenLinear, freeze_linears, thaw_linears
 from draftsmith.speculators.layers.head_rows import frozen_rows, head_rows, keep_rows
-from draftsmith.speculators.layers.frozen_linear import freeze_linears, thaw_linears
 from draftsmith.speculators.layers.int8_linear import quantise_linears
 from draftsmith.speculators.options import DrafterOptions
 from draftsmith.speculators.precision import on_device, on_host
