@@ -66,5 +66,10 @@ def test_inspect_says_where_an_int8_export_is_not_served():
         config = world_of(BASE[family])[1].config.model_copy(update={"quantization": "int8"})
         vllm, sglang, ours = serving(family, folder="F", config=config)
         assert (vllm.options is not None) == served
-        assert "int8" in sglang.note and sglang.options is None and ours.command
+        assert sglang.options is None
+        assert ours.command
         assert served or "--quantize" in vllm.note
+    config = world_of(BASE["draft_model"])[1].config
+    assert "int8" not in serving("draft_model", folder="F", config=config)[1].note
+    small = config.model_copy(update={"quantization": "int8"})
+    assert "int8" in serving("draft_model", folder="F", config=small)[1].note
