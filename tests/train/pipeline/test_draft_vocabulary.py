@@ -68,6 +68,12 @@ def test_loss_of_a_reduced_vocabulary_falls(family, tiny_model, tmp_path):
     assert history[-1]["loss"] < history[0]["loss"]
 
 
+def test_projections_of_medusa_start_as_the_rows_of_these_tokens(target, tmp_path):
+    drafter = made(reduced("medusa"), target, tmp_path)
+    rows = target.head_weight[drafter.draft_to_target]
+    assert all(torch.equal(head.weight, rows) for head in drafter.lm_heads)
+
+
 def test_training_that_goes_on_takes_rows_of_a_whole_head(target, tmp_path):
     whole = student(target, noise=0.1, from_target={"last": 2})
     folder = export_drafter(whole, tmp_path / "whole", dtype=torch.float32)
