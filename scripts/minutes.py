@@ -44,6 +44,7 @@ VARIANTS: dict[str, list[str]] = {
     "default": [],
     "least_squares": ["drafter.init=least_squares"],
     "row_1": ["training.batch_size=1"],
+    "least_squares_row_1": ["drafter.init=least_squares", "training.batch_size=1"],
     "row_4": ["training.batch_size=4"],
     "adamw": ["training.preset=short_adamw"],
     "muon_0.01": ["training.muon_learning_rate=0.01"],
