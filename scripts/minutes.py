@@ -45,6 +45,12 @@ VARIANTS: dict[str, list[str]] = {
     "least_squares": ["drafter.init=least_squares"],
     "row_1": ["training.batch_size=1"],
     "least_squares_row_1": ["drafter.init=least_squares", "training.batch_size=1"],
+    "least_squares_row_1_depths_2": [
+        "drafter.init=least_squares",
+        "training.batch_size=1",
+        "drafter.unroll_steps=2",
+    ],
+    "depths_3": ["drafter.unroll_steps=3"],
     "row_4": ["training.batch_size=4"],
     "adamw": ["training.preset=short_adamw"],
     "muon_0.01": ["training.muon_learning_rate=0.01"],
