@@ -32,9 +32,9 @@ def _address(text: str) -> str:
 
 
 class LogProxyOptions(LogOptions):
-    """Log the traffic of a server that speaks OpenAI's API, such as vLLM or SGLang: a proxy before
-    it, which hands on every byte as it comes. If the log fails, the traffic goes on, and /health
-    says so. Of a request, only prompt, sampling parameters and response are kept."""
+    """Log the traffic of a server, as a proxy before it. The server speaks OpenAI's API, as vLLM
+    and SGLang do, and every byte is handed on as it comes. If the log fails, the traffic goes on,
+    and /health says so. Of a request, only prompt, sampling parameters and response are kept."""
 
     log: Path = Field(description="folder of the log")
     upstream: Annotated[str, AfterValidator(_address)] = Field(

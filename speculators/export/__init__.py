@@ -130,6 +130,9 @@ def fresh_folder(folder: Path) -> Iterator[Path]:
         with disk_errors(folder):
             yield fresh
             fresh.chmod(0o755)
+            # safetensors writes files that only their owner reads; a server may be another user
+            for file in fresh.rglob("*"):
+                file.chmod(0o755 if file.is_dir() else 0o644)
             replace_folder(fresh, folder)
     finally:
         shutil.rmtree(fresh, ignore_errors=True)

@@ -288,7 +288,7 @@ def test_evaluate_measures_suites_by_name(target_folder, drafter_folder, tmp_pat
 
 @pytest.mark.slow
 def test_evaluate_of_a_recipe_uses_its_export_and_gates(recipe_file, drafter_folder, tmp_path):
-    assert "no export to evaluate" in refused("evaluate", recipe_file)
+    assert "no export; run the recipe first" in refused("evaluate", recipe_file)
     (tmp_path / "run").mkdir()
     shutil.copytree(drafter_folder, tmp_path / "run" / "export")
     small = "max_tokens=8 prompts_per_workload=1 temperatures=[0.0] num_speculative_tokens=2"

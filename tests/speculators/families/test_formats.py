@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import stat
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -238,3 +239,12 @@ def test_another_precision_survives_the_way_between_formats(written, tmp_path) -
 def test_transformers_keeps_a_window(written, window) -> None:
     fields = written("vllm", "dflash", **BLOCK, sliding_window=window).fields
     assert Qwen3Config(**fields).sliding_window == window
+
+
+def test_an_export_is_readable_by_other_users(tmp_path):
+    """A server may run as another user than the training."""
+    _, drafter = world_of(BASE["eagle3"])
+    folder = export_drafter(drafter, tmp_path / "export", dtype=torch.float32)
+    modes = {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()}
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o755
+    assert modes == {0o644}
