@@ -36,7 +36,7 @@ PROMPTS = "recipes/quickstart/data/test.jsonl.gz"
 HEAD = "runs/quickstart/eagle3/export"  # the quickstart writes it
 FAMILIES = "recipes/quickstart/*.yaml"
 OUT = "runs/bench"  # what the other commands write
-BROAD = "suites/sharegpt.jsonl"  # conversations of any kind, of a package (docs/evaluate.md)
+BROAD = "suites/sharegpt.jsonl"  # conversations of any kind, lines of `messages`
 Rows = list[list[str]]
 QUICKSTART = {
     "acceptance_length": "acceptance length τ, measured",

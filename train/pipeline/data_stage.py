@@ -102,19 +102,8 @@ class WholeTarget(Protocol):
         """The target, loaded now unless it is there."""
 
 
-class Prepare(Protocol):
-    """Makes the data of a stage of the training, as `prepare_data` does."""
-
-    def __call__(
-        self,
-        recipe: Recipe,
-        target: WholeTarget,
-        tokenizer: Any,
-        accelerator: Accelerator,
-        stages: Stages,
-        stage: str = "",
-    ) -> TrainingData:
-        """`recipe`: of the stage; `stage`: its name."""
+# Makes the data of a stage of the training, as `prepare_data` does, of the same arguments.
+Prepare = Callable[[Recipe, WholeTarget, Any, Accelerator, Stages, str], TrainingData]
 
 
 def prepare_data(

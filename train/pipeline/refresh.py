@@ -165,14 +165,7 @@ class _Refresh:
         derived = derived_recipe(self.recipe, self.work, self.settings.minutes, choice[0].sampling)
         set_seed(derived.training.seed)
 
-        def prepare(
-            recipe: Recipe,
-            target: WholeTarget,
-            tokenizer: Any,
-            accelerator: Accelerator,
-            stages: Stages,
-            stage: str = "",
-        ) -> TrainingData:
+        def prepare(recipe: Recipe, target: WholeTarget, *_: Any) -> TrainingData:
             return self._data(target, part.train, choice)
 
         trained = train(derived, self.accelerator, self.stages, prepare=prepare)
