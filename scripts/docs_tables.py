@@ -2,7 +2,8 @@
 
 `index.md` is README.md. The pages below `reference/` (recipe keys, acceptance.json, command line,
 Python API) are read off the code. A page names a table by `<!-- table: NAME -->` on a line of its
-own, and a measured one, `docs/results/NAME.json`, by `<!-- result: NAME -->`."""
+own, a measured one, `docs/results/NAME.json`, by `<!-- result: NAME -->`, and a picture of one by
+`<!-- picture: NAME -->`."""
 
 from __future__ import annotations
 
@@ -17,6 +18,7 @@ import typer
 from mkdocs.structure.files import File
 
 from draftsmith.inference.evaluation.suites import DIR, SUITES
+from draftsmith.inference.report.html import svg
 from draftsmith.inference.report.schema import SUMMARY_KEYS, AcceptanceReport
 from draftsmith.inference.spec_decode.proposers.methods import TRAINING_FREE, method_options
 from draftsmith.speculators.export.formats import FORMATS, LAYOUTS, NATIVE
@@ -26,10 +28,11 @@ from draftsmith.train.cli import app
 from draftsmith.train.recipe.data_sections import PRESETS
 from draftsmith.train.recipe.recipe import describe_schema
 from draftsmith.train.recipe.schema import SchemaRow
+from scripts.minutes_picture import picture
 
 VLLM_VERSIONS = ("0.32", "0.33")  # of the table of engines
 ROOT = Path(__file__).resolve().parents[1]
-MARK = re.compile(r"^<!-- (table|result): (\w+) -->$", re.MULTILINE)
+MARK = re.compile(r"^<!-- (table|result|picture): (\w+) -->$", re.MULTILINE)
 
 
 def on_files(files: Any, config: Any) -> Any:
@@ -40,26 +43,32 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """The page with its tables; mkdocs calls it for every page. Raises KeyError for a table that
-    nothing makes."""
+    """The page with its tables and pictures; mkdocs calls it for every page. Raises KeyError for
+    one that nothing makes."""
 
     def lines(match: re.Match[str]) -> str:
         kind, name = match.groups()
-        return "\n".join(["", *(TABLES[name]() if kind == "table" else _result(name)), ""])
+        made = {"table": TABLES, "picture": PICTURES}.get(kind)
+        return "\n".join(["", *(_result(name) if made is None else made[name]()), ""])
 
     return MARK.sub(lines, markdown)
 
 
 def _result(name: str) -> list[str]:
     """A measured table with its date, commit, machine and command, as far as it was measured."""
-    file = ROOT / "docs" / "results" / f"{name}.json"
-    if not file.exists():
+    result = _measured(name)
+    if not result:
         return [f"Not measured for this release; `python scripts/bench.py {name}` does."]
-    result = json.loads(file.read_text(encoding="utf-8"))
     rule = ["---", *["---:"] * (len(result["columns"]) - 1)]
     table = [f"| {' | '.join(cells)} |" for cells in (result["columns"], rule, *result["rows"])]
     origin = f"{result['date']}, commit {result['commit']}, {result['machine']}:"
     return [f"{result['title']}:", "", *table, "", origin, "", "```bash", result["command"], "```"]
+
+
+def _measured(name: str) -> dict[str, Any]:
+    """A result; empty if it was not measured."""
+    file = ROOT / "docs" / "results" / f"{name}.json"
+    return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
 
 
 def _table(heads: str, rows: Iterable[Iterable[str]]) -> list[str]:
@@ -70,6 +79,15 @@ def _table(heads: str, rows: Iterable[Iterable[str]]) -> list[str]:
         cells = (str(cell).replace("|", "\\|").replace("\n", " ") for cell in rest)
         lines.append(f"| `{name}` | {' | '.join(cells)} |")
     return lines
+
+
+# ------------------------------------------------------------------ pictures in pages
+
+
+def _minutes() -> list[str]:
+    """Acceptance of trainings against their minutes and tokens; nothing if none was measured."""
+    results = _measured("minutes")
+    return [str(svg(picture(results, _measured("peers_minutes"))))] if results else []
 
 
 # ------------------------------------------------------------------ tables in pages
@@ -263,6 +281,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "reference/cli.md": _commands,
     "reference/api.md": _api,
 }
+PICTURES: dict[str, Callable[[], list[str]]] = {"minutes": _minutes}
 TABLES: dict[str, Callable[[], list[str]]] = {
     "engines": _engines,
     "formats": _formats,

@@ -50,6 +50,7 @@ VARIANTS: dict[str, list[str]] = {
         "training.batch_size=1",
         "drafter.unroll_steps=2",
     ],
+    "least_squares_depths_2": ["drafter.init=least_squares", "drafter.unroll_steps=2"],
     "depths_3": ["drafter.unroll_steps=3"],
     "row_4": ["training.batch_size=4"],
     "adamw": ["training.preset=short_adamw"],
@@ -238,27 +239,34 @@ def counts(folder: Path) -> dict[str, int]:
 
 # ------------------------------------------------------------------------------ the table
 
-COLUMNS = ("family", "variant", "minutes", "seeds", "steps", "tokens")
+COLUMNS = ("family", "variant", "states", "minutes", "seeds", "steps", "tokens")
 
 
 def rows(results: Mapping[str, Any]) -> list[list[str]]:
-    """The results -> a row for each variant and budget: means over its seeds, and their spread
-    where there are several; the head is first."""
+    """The results -> a row for each variant and budget: where the target's hidden states come
+    from, means over its seeds, and their spread where there are several; the head is first."""
     runs = results["runs"].values()
     judges = list(next(iter(runs))["judged"])
     table = [[*COLUMNS, *(f"τ, {name}" for name in judges)]]
     groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for result in runs:
-        key = (result["family"], result["minutes"], result["variant"])
+        states = "read" if from_disk(result) else "computed"
+        key = (result["family"], result["minutes"], states, result["variant"])
         groups.setdefault(key, []).append(result)
-    for (family, minutes, variant), same in sorted(groups.items(), key=lambda item: item[0][:2]):
-        row = [f"`{family}`", f"`{variant}`", f"{minutes:g}", str(len(same))]
+    for key, same in sorted(groups.items(), key=lambda item: item[0][:3]):
+        family, minutes, states, variant = key
+        row = [f"`{family}`", f"`{variant}`", states, f"{minutes:g}", str(len(same))]
         row += [
             f"{sum(one[name] for one in same) / len(same):,.0f}" for name in ("steps", "tokens")
         ]
         row += [spread([one["judged"][name]["tau"] for one in same]) for name in judges]
         table.append(row)
     return table
+
+
+def from_disk(result: Mapping[str, Any]) -> bool:
+    """Whether a run's hidden states of the target were computed before its minutes began."""
+    return "features.mode=cache" in result["always"]
 
 
 def spread(values: Sequence[float]) -> str:
@@ -274,6 +282,7 @@ def measure(run: Run, out: Path, model: Path, texts: Texts) -> dict[str, Any]:
         "family": run.family,
         "variant": run.variant,
         "changes": VARIANTS[run.variant],
+        "always": list(run.always),
         "minutes": run.minutes,
         "seed": run.seed,
         **counts(folder),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from draftsmith.train.recipe.load import load_recipe
-from scripts import minutes
+from scripts import minutes, minutes_picture
 
 
 @pytest.mark.parametrize("variant", minutes.VARIANTS)
@@ -19,10 +19,11 @@ def test_a_variant_is_a_recipe_that_differs_from_the_default(variant, tmp_path):
 
 
 def test_a_row_is_the_mean_of_the_seeds_of_one_variant_and_budget():
-    def run(seed, tau, variant="default", budget=10.0):
+    def run(seed, tau, variant="default", budget=10.0, always=()):
         return {
             "family": "eagle3",
             "variant": variant,
+            "always": always,
             "minutes": budget,
             "seed": seed,
             "steps": 100 + 2 * seed,
@@ -31,15 +32,39 @@ def test_a_row_is_the_mean_of_the_seeds_of_one_variant_and_budget():
         }
 
     runs = [run(0, 1.5), run(1, 1.7), run(0, 1.4, "row_1"), run(0, 1.9, budget=20.0)]
+    runs.append(run(0, 2.0, budget=20.0, always=["features.mode=cache"]))
     head, *rows = minutes.rows({"runs": {str(i): one for i, one in enumerate(runs)}})
     assert head[-1] == "τ, chat"
     assert rows == [
-        ["`eagle3`", "`default`", "10", "2", "101", "1,000", "1.600 (1.500 to 1.700)"],
-        ["`eagle3`", "`row_1`", "10", "1", "100", "1,000", "1.400"],
-        ["`eagle3`", "`default`", "20", "1", "100", "1,000", "1.900"],
+        ["`eagle3`", "`default`", "computed", "10", "2", "101", "1,000", "1.600 (1.500 to 1.700)"],
+        ["`eagle3`", "`row_1`", "computed", "10", "1", "100", "1,000", "1.400"],
+        ["`eagle3`", "`default`", "computed", "20", "1", "100", "1,000", "1.900"],
+        ["`eagle3`", "`default`", "read", "20", "1", "100", "1,000", "2.000"],
     ]
 
 
 def test_items_are_spread_over_the_whole_list():
     assert minutes.spread_over(range(10), 5) == [0, 2, 4, 6, 8]
     assert minutes.spread_over(range(3), 5) == [0, 1, 2]
+
+
+def test_a_line_of_the_picture_goes_through_the_means_of_the_budgets_in_order():
+    def run(minutes, tokens, tau):
+        judged = {name: {"tau": tau} for name in minutes_picture.JUDGES}
+        return {
+            "family": "eagle3",
+            "variant": "default",
+            "always": [],
+            "minutes": minutes,
+            "tokens": tokens,
+            "judged": judged,
+        }
+
+    results = {"runs": dict(enumerate([run(20, 400, 2.0), run(10, 180, 1.5), run(10, 220, 1.7)]))}
+    peers = {"runs": {"10": {"speculators": run(0, 90, 1.25), "disk": run(0, 200, 1.6)}}}
+    runs = minutes_picture.trainings(results, peers)
+    assert minutes_picture.lines(runs, "tokens", "chat") == {
+        "eagle3, default, states computed": [(200.0, 1.6), (400.0, 2.0)],
+        "speculators": [(90.0, 1.25)],
+    }
+    assert minutes_picture.picture(results, peers).get_label()

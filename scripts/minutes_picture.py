@@ -1,0 +1,81 @@
+"""The picture of scripts/minutes.py and of its peer: τ against the minutes and against the tokens
+of a training, a line a variant; docs/results.md shows it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import StrMethodFormatter
+
+from draftsmith.inference.report.html import PALETTE, STYLE, WIDTH
+from scripts.minutes import from_disk
+
+# The judges that are drawn: prompts of the kind that was trained on, and others.
+JUDGES = {"chat": "its own kind of prompts", "mt_bench": "MT-Bench"}
+AXES = {"minutes": "minutes of one core", "tokens": "supervised tokens seen"}
+MARKERS = "os^Dv<>P*X"
+
+Line = dict[str, list[tuple[float, float]]]  # (x, τ) by label, in order of x
+
+
+def trainings(results: Mapping[str, Any], peers: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The runs of both files that judge by JUDGES, each with its `label`: the variant, and where
+    its hidden states come from if they are computed within the minutes; of the peer's, its name.
+    Ours in the peer's file are there to be compared with it, and are left out."""
+    found = []
+    for run in results.get("runs", {}).values():
+        computed = "" if from_disk(run) else ", states computed"
+        found.append({**run, "label": f"{run['family']}, {run['variant']}{computed}"})
+    for minutes, named in peers.get("runs", {}).items():
+        if "speculators" in named:
+            found.append(
+                {**named["speculators"], "minutes": float(minutes), "label": "speculators"}
+            )
+    return [run for run in found if JUDGES.keys() <= run["judged"].keys()]
+
+
+def lines(runs: Sequence[Mapping[str, Any]], x: str, judge: str) -> Line:
+    """The points of a panel: the means over the seeds of a label and budget."""
+    groups: dict[str, dict[float, list[tuple[float, float]]]] = {}
+    for run in runs:
+        point = (run[x], run["judged"][judge]["tau"])
+        groups.setdefault(run["label"], {}).setdefault(run["minutes"], []).append(point)
+    return {
+        label: [mean_point(budgets[budget]) for budget in sorted(budgets)]
+        for label, budgets in groups.items()
+    }
+
+
+def mean_point(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """The mean of points, in both coordinates."""
+    xs, ys = zip(*points, strict=True)
+    return sum(xs) / len(xs), sum(ys) / len(ys)
+
+
+def picture(results: Mapping[str, Any], peers: Mapping[str, Any]) -> Figure:
+    """τ against AXES for each of JUDGES; the figure's label is its text."""
+    runs = trainings(results, peers)
+    with matplotlib.rc_context(STYLE):
+        title = "Expected acceptance length against minutes and tokens of a training"
+        figure = Figure(figsize=(2 * WIDTH, 1.3 * WIDTH), label=title)
+        for row, axes in zip(JUDGES, figure.subplots(2, 2, sharey="row"), strict=True):
+            for x, panel in zip(AXES, axes, strict=True):
+                draw(panel, lines(runs, x, row))
+                panel.set_xlabel(AXES[x])
+            axes[0].set_ylabel(f"τ, {JUDGES[row]}")
+    return figure
+
+
+def draw(axes: Axes, points: Line) -> None:
+    """A panel: a line a label."""
+    for index, (label, along) in enumerate(points.items()):
+        xs, ys = zip(*along, strict=True)
+        color = PALETTE[index % len(PALETTE)]
+        marker = MARKERS[index // len(PALETTE) % len(MARKERS)]
+        axes.plot(xs, ys, marker=marker, color=color, label=label)
+    axes.set_xlim(left=0)
+    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
