@@ -9,8 +9,7 @@ from contextlib import asynccontextmanager
 from functools import partial
 
 import httpx2
-from starlette.applications import Starlette
-from starlette.routing import Mount
+from starlette.routing import Router
 from starlette.types import Receive, Scope, Send
 
 from draftsmith.inference.log_proxy.exchanges import read_exchanges
@@ -108,13 +107,13 @@ class LogProxy:
         await send({"type": "http.response.body", "body": body})
 
 
-def make_proxy(upstream: str, recorder: Recorder) -> Starlette:
+def make_proxy(upstream: str, recorder: Recorder) -> Router:
     """The application before the server at `upstream`; the recorder is closed with it."""
     forwarder = Forwarder(upstream)
     counters = UpstreamCounters(forwarder, recorder)
 
     @asynccontextmanager
-    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+    async def lifespan(app: Router) -> AsyncIterator[None]:
         watching = asyncio.create_task(counters.watch())
         yield
         watching.cancel()
@@ -122,4 +121,4 @@ def make_proxy(upstream: str, recorder: Recorder) -> Starlette:
         await forwarder.close()
         await asyncio.to_thread(recorder.close)
 
-    return Starlette(routes=[Mount("/", app=LogProxy(forwarder, recorder))], lifespan=lifespan)
+    return Router(default=LogProxy(forwarder, recorder), lifespan=lifespan)

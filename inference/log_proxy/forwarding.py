@@ -115,11 +115,15 @@ class Forwarder:
 
     def _request(self, scope: Scope, body: _Body) -> httpx2.Request:
         raw: Headers = scope["headers"]
+        own = OF_THE_REQUEST
         headers = [(b"Host", self._host)]
-        headers += [pair for pair in _passed_on(raw) if pair[0] not in OF_THE_REQUEST]
-        if body.exists and not any(name == b"content-length" for name, _ in raw):
+        if any(name == b"transfer-encoding" for name, _ in raw):
+            own = own | {b"content-length"}  # is overridden (RFC 9112, 6.3)
             headers.append((b"Transfer-Encoding", b"chunked"))
-        target = self._prefix + scope["raw_path"]
+        headers += [pair for pair in _passed_on(raw) if pair[0] not in own]
+        target = scope["raw_path"]
+        if target.startswith(b"/"):  # not `*`, nor the absolute form, which stay as they are
+            target = self._prefix + target
         if scope["query_string"]:
             target += b"?" + scope["query_string"]
         return httpx2.Request(

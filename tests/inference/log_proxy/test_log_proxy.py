@@ -6,6 +6,8 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import re
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -178,6 +180,33 @@ def test_proxy_request_and_answer_are_the_same_byte_for_byte(urls, case):
         pieces = iter(content) if isinstance(content, list) else content
         answers.append(whole(url, method, path, pieces, headers))
     assert answers[0] == answers[1]
+
+
+RAW = {  # what httpx2 does not send
+    "absolute form": b"GET http://other.example/v1/models HTTP/1.1\r\n",
+    "star": b"OPTIONS * HTTP/1.1\r\n",
+    "length and chunks": b"POST /v1/completions HTTP/1.1\r\nTransfer-Encoding: chunked\r\n"
+    b"Content-Length: 3\r\n",
+}
+
+
+@pytest.mark.parametrize("case", RAW)
+def test_proxy_raw_request_arrives_as_it_does_without_the_proxy(urls, case):
+    """Target and body; a length beside chunks is overridden by them."""
+    body = b"4\r\nabcd\r\n0\r\n\r\n" if case == "length and chunks" else b""
+    answers = []
+    for url in urls:
+        address = httpx2.URL(url)
+        with socket.create_connection((address.host, address.port), timeout=20) as connection:
+            connection.sendall(RAW[case] + b"Host: x\r\nConnection: close\r\n\r\n" + body)
+            with connection.makefile("rb") as answer:
+                status = answer.readline()
+                said = re.search(rb"\[.*\]", answer.read())
+        fields = [f"{field}" for field in json.loads(said[0])]
+        lengths = [field for field in fields if field.startswith("b'content-length'")]
+        answers.append((status, [field for field in fields if field not in lengths]))
+    assert answers[0] == answers[1]
+    assert not lengths
 
 
 def test_proxy_hands_on_a_piece_before_the_next_is_there(urls, behind):
