@@ -69,10 +69,15 @@ def bind(host: str, port: int, command: str = "serve") -> socket.socket:
     cannot be had."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server((host, port), family=family)
+        listening = socket.create_server((host, port), family=family)
     except OSError as error:
         where = f"{command} --host {host} --port {port}"
         raise ConfigError(error.strerror or f"{error}", where=where) from None
+    # Connections inherit it. asyncio sets it for sockets that name their protocol, which those of
+    # create_server do not; without it a piece waits until the client has confirmed the one before,
+    # up to 40 ms.
+    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return listening
 
 
 def log_address(listening: socket.socket, keyed: bool) -> None:

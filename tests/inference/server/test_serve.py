@@ -106,6 +106,13 @@ def test_bind_nobody_else_gets_the_port_while_the_model_loads():
             bind("127.0.0.1", port)
 
 
+def test_bind_connections_send_a_piece_without_waiting_for_confirmation_of_the_last():
+    with bind("127.0.0.1", 0) as listening, socket.create_connection(listening.getsockname()):
+        connection, _ = listening.accept()
+        with connection:
+            assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
 @pytest.mark.parametrize(
     "host, keyed, level",
     [(None, False, "INFO"), ("0.0.0.0", True, "INFO"), ("0.0.0.0", False, "WARNING")],
