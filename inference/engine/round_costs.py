@@ -25,18 +25,22 @@ MAX_REPEATS = 9
 Part = tuple[str, int]  # "verify" or "draft", and the number of drafts
 
 
-@torch.inference_mode()
 def measure_costs(engine: Engine) -> None:
     """Times rounds of 1, 2, 4, … rows, up to as many as the engine has, for a draft length that
     goes by their costs; nothing for others. While no request waits or runs."""
     if engine.proposer is None or not engine.draft_length.needs_costs:
         return
-    context = min(CONTEXT, engine.max_model_len // 2)
-    by_size = {}
-    for size in sizes_to_measure(engine.options.max_num_seqs):
-        with engine.rehearsal(size, context) as rows:
-            by_size[size] = _costs_of(engine.runner, engine.proposer, rows)
-    engine.draft_length.use_costs(CostsBySize(by_size))
+    sizes = sizes_to_measure(engine.options.max_num_seqs)
+    engine.draft_length.use_costs(CostsBySize({size: costs_at(engine, size) for size in sizes}))
+
+
+@torch.inference_mode()
+def costs_at(engine: Engine, size: int) -> RoundCosts:
+    """The costs of rounds of `size` rows in an engine that drafts. While no request waits or
+    runs."""
+    assert engine.proposer is not None, "an engine that drafts nothing has no such costs"
+    with engine.rehearsal(size, min(CONTEXT, engine.max_model_len // 2)) as rows:
+        return _costs_of(engine.runner, engine.proposer, rows)
 
 
 def _costs_of(runner: ModelRunner, proposer: Proposer, rows: Sequence[Request]) -> RoundCosts:

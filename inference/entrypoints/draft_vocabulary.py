@@ -27,14 +27,18 @@ def apply_draft_vocabulary(drafter: Drafter, config: HeadOptions, ends: Collecti
     that end a response. ConfigError says what is wrong with the ids or their number."""
     if config.draft_vocab_size is None and config.draft_token_ids is None:
         return drafter
-    known = drafter.draft_to_target
-    if known is None:
-        known = torch.arange(drafter.target.vocab_size)
+    known = proposed_ids(drafter)
     if config.draft_token_ids is None:
-        ids = _most_frequent(drafter, config, known.cpu(), ends)
+        ids = _most_frequent(drafter, config, known, ends)
     else:
-        ids = _listed(config, known.cpu(), ends)
+        ids = _listed(config, known, ends)
     return drafter.reduce_vocabulary(ids.to(drafter.target.device)).freeze()
+
+
+def proposed_ids(drafter: Drafter) -> Tensor:
+    """[n] ids of the target's tokens that the drafter proposes, in the host's memory."""
+    known = drafter.draft_to_target
+    return torch.arange(drafter.target.vocab_size) if known is None else known.cpu()
 
 
 def _most_frequent(

@@ -18,11 +18,20 @@ from typing import Any, Self
 from rich.console import Console
 from rich.table import Table
 
+from draftsmith.inference.entrypoints.draft_vocabulary import SIZE
 from draftsmith.inference.entrypoints.llm import LLM
 from draftsmith.inference.entrypoints.prompts import Prompt
+from draftsmith.inference.entrypoints.speculative_config import complete, parse_speculative_config
 from draftsmith.inference.evaluation.lossless import compare_greedy
 from draftsmith.inference.evaluation.round_times import time_rounds
 from draftsmith.inference.evaluation.timing import interleaved
+from draftsmith.inference.evaluation.vocabulary_curve import (
+    LoadedSizes,
+    VocabularySize,
+    curve_table,
+    fastest,
+    measure_prices,
+)
 from draftsmith.inference.outputs import RequestOutput
 from draftsmith.inference.progress import Advance, Stages, unwatched
 from draftsmith.inference.provenance import environment
@@ -38,6 +47,7 @@ from draftsmith.inference.report.schema import (
 from draftsmith.inference.report.speed import how_rounds_ran, stalled
 from draftsmith.inference.report.table import cost_table, new_table, row, stall_note
 from draftsmith.inference.sampling_params import SamplingParams
+from draftsmith.inference.spec_decode.proposers.head_options import HeadOptions
 from draftsmith.inference.whole_file import write_whole
 from draftsmith.speculators.errors import ConfigError
 from draftsmith.speculators.target.frozen_target import FrozenTarget
@@ -88,8 +98,41 @@ class SideBySide:
         self.rows = first.engine.scheduler.max_num_seqs
         self.llms = {DEFAULT: first}
         self.interrupt: KeyboardInterrupt | None = None
+        self._options = options
         for name, config in methods.items():
-            self.llms[name] = LLM(self.target, self.tokenizer, speculative_config=config, **options)
+            self._load(name, config)
+
+    def _load(self, name: str, config: Mapping[str, Any]) -> None:
+        """The engine of a method."""
+        self.llms.pop(name, None)
+        self.llms[name] = LLM(
+            self.target, self.tokenizer, speculative_config=config, **self._options
+        )
+
+    def choose_vocabulary(
+        self,
+        name: str,
+        config: Mapping[str, Any],
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+    ) -> list[VocabularySize]:
+        """Measures a drafter's vocabulary at every size, on the target's responses to the prompts,
+        and loads it anew at the fastest. `config`: its speculative_config."""
+        proposer = self.llms[name].engine.proposer
+        assert proposer is not None, "a drafter drafts"
+        k = proposer.num_speculative_tokens
+        options = parse_speculative_config(complete(config, self.target))
+        assert isinstance(options, HeadOptions), "a method without a drafter has no vocabulary"
+        sizes = LoadedSizes(self.target, self.tokenizer, options)
+        prices = measure_prices(sizes.drafters, sizes.target, k, self.rows)
+        inputs, seeded = _requests(prompts, params)
+        written = self.llms[DEFAULT].generate(inputs, seeded, use_tqdm=False)
+        texts = [(text.prompt_token_ids, text.outputs[0].token_ids) for text in written]
+        curve = sizes.curve(prices, texts, params.temperature or 0.0, k)
+        chosen = fastest(curve).size
+        if chosen < sizes.sizes[0]:
+            self._load(name, {**config, SIZE: chosen})
+        return curve
 
     def run(
         self,
@@ -137,8 +180,7 @@ class SideBySide:
         measured: dict[str, Measurement],
     ) -> Iterator[tuple[str, TimedPass]]:
         """Warms every method up, which then is in `measured`, and times its passes."""
-        inputs = [{"prompt": p.text, "prompt_token_ids": p.token_ids} for p in prompts]
-        seeded = [replace(params, seed=(params.seed or 0) + i) for i in range(len(prompts))]
+        inputs, seeded = _requests(prompts, params)
         short = min(WARM_UP_TOKENS, params.max_tokens or WARM_UP_TOKENS)
         few = [replace(p, max_tokens=short) for p in seeded[: self.rows]]
         whole = len(self.llms) * repeats * len(prompts)  # responses
@@ -166,7 +208,7 @@ class SideBySide:
     def _rounds(self, name: str, prompts: Sequence[Prompt], params: SamplingParams) -> RoundTimes:
         """The rounds of a method by part, over the first prompts."""
         ids = [prompt.token_ids for prompt in prompts]
-        seeded = [replace(params, seed=(params.seed or 0) + i) for i in range(len(prompts))]
+        _, seeded = _requests(prompts, params)
         return time_rounds(self.llms[name], ids, seeded, self.rows)
 
     def _compare(self, default: Measurement, measurement: Measurement) -> LosslessCheck:
@@ -179,6 +221,15 @@ class SideBySide:
         )
 
 
+def _requests(
+    prompts: Sequence[Prompt], params: SamplingParams
+) -> tuple[list[dict[str, Any]], list[SamplingParams]]:
+    """The prompts as `LLM.generate` takes them, and for each its own seed."""
+    inputs = [{"prompt": p.text, "prompt_token_ids": p.token_ids} for p in prompts]
+    seeded = [replace(params, seed=(params.seed or 0) + i) for i in range(len(prompts))]
+    return inputs, seeded
+
+
 def compare_methods(
     model: str,
     methods: Mapping[str, dict[str, Any]],
@@ -189,16 +240,23 @@ def compare_methods(
     title: str,
     saved: Path | None,
     arguments: Mapping[str, Any],
+    choose_vocabulary: Sequence[str] = (),
     **options: Any,
 ) -> bool:
     """Runs the methods, prints the table and what it does not say, and saves the results as JSON;
     False if greedy responses differ by more than a tie. `prompts_of`: the tokenizer -> the
-    prompts. An interrupt is raised again after the methods that were measured by then."""
+    prompts; `choose_vocabulary`: methods whose drafters run at the fastest size of their
+    vocabulary. An interrupt is raised again after the methods that were measured by then."""
     console = Console()
     stages = Stages(console=Console(stderr=True))
     with stages.stage(f"load {model}"):
         engines = SideBySide(model, methods, **options)
         prompts = prompts_of(engines.tokenizer)
+    curves: dict[str, list[VocabularySize]] = {}
+    for name in choose_vocabulary:
+        with stages.stage(f"measure draft vocabularies of {name}"):
+            curves[name] = engines.choose_vocabulary(name, methods[name], prompts, params)
+        console.print(curve_table(curves[name], f"{name}: draft vocabularies"))
     stages.say(_extent(engines, len(prompts), repeats, params))
     with stages.stage("passes") as advance:
         measured = engines.run(prompts, params, repeats, advance)
@@ -216,6 +274,9 @@ def compare_methods(
         tree: dict[str, Any] = {
             name: results(measured[name].requests, cell) for name, cell in cells.items()
         }
+        for name, curve in curves.items():
+            if name in tree:
+                tree[name]["draft_vocabularies"] = [point.record() for point in curve]
         _write(saved, tree | {"versions": versions, "arguments": dict(arguments)})
         console.print(f"written to {saved}", highlight=False, soft_wrap=True)
     if engines.interrupt is not None:

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from draftsmith.speculators.errors import ConfigError
 from draftsmith.train.cli import app
-from draftsmith.train.commands.try_methods import _methods
+from draftsmith.train.commands.try_methods import _methods, _vocabulary
 from draftsmith.train.data.prepare import bad_rows
 from draftsmith.train.pipeline import evaluate_again
 from draftsmith.train.pipeline.evaluate_again import BUILT_IN, _recipe, evaluate_folders
@@ -67,6 +67,26 @@ def test_further_options_are_those_of_the_drafters():
     assert _methods(["a"], None, tree)["a"] == {"model": "a", **tree}
     with raises_at(ConfigError, "--speculative-config"):
         _methods([], None, tree)
+
+
+def test_vocabulary_is_a_number_or_is_measured():
+    assert _vocabulary("8192", ["a"], {}) == {"draft_vocab_size": 8192}
+    assert _vocabulary("auto", ["a"], {}) == _vocabulary("", [], {}) == {}
+
+
+@pytest.mark.parametrize(
+    "asked, drafters, further",
+    [
+        ("auto", [], {}),
+        ("0", ["a"], {}),
+        ("-4", ["a"], {}),
+        ("many", ["a"], {}),
+        ("auto", ["a"], {"draft_vocab_size": 8}),
+    ],
+)
+def test_vocabulary_of_nothing_or_of_no_size_is_refused(asked, drafters, further):
+    with raises_at(ConfigError, f"--draft-vocab {asked}"):
+        _vocabulary(asked, drafters, further)
 
 
 def test_evaluation_without_a_recipe_keeps_its_files_in_out_and_names_its_options(tmp_path):

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from draftsmith.inference.entrypoints.prompts import Prompt
 
 
+AUTO = "auto"
+
+
 @dataclass(frozen=True)
 class TryOptions:
     """What `draftsmith try` takes."""
@@ -39,6 +42,13 @@ class TryOptions:
     num_prompts: Annotated[int, typer.Option(min=1, help="Prompts of each workload.")] = 8
     num_speculative_tokens: DraftTokens = None
     speculative_config: SpeculativeConfig = ""
+    draft_vocab: Annotated[
+        str,
+        typer.Option(
+            metavar="N|auto",
+            help="Tokens that drafters score; auto: as many as are fastest, by measurement.",
+        ),
+    ] = ""
     max_tokens: MaxTokens = 128
     temperature: Annotated[
         float, typer.Option(min=0, help="0 is greedy; above it, texts are not compared.")
@@ -64,16 +74,19 @@ def run(options: TryOptions) -> None:
 
     if options.json_file is not None:
         check_writable("--json", options.json_file)
+    drafters = options.drafter or []
     further = json_option("--speculative-config", options.speculative_config) or {}
+    further |= _vocabulary(options.draft_vocab, drafters, further)
     same = compare_methods(
         options.model,
-        _methods(options.drafter or [], options.num_speculative_tokens, further),
+        _methods(drafters, options.num_speculative_tokens, further),
         _prompts(options),
         SamplingParams(temperature=options.temperature, max_tokens=options.max_tokens),
         repeats=options.repeats,
         title=options.model,
         saved=options.json_file,
         arguments=vars(options),
+        choose_vocabulary=drafters if options.draft_vocab == AUTO else (),
         dtype=options.dtype,
         device=options.device or None,
         max_num_seqs=options.max_num_seqs,
@@ -103,6 +116,26 @@ def _prompts(options: TryOptions) -> Callable[[Any], list[Prompt]]:
         return as_prompts(*demo_prompts(demo), tokenizer, None)[: options.num_prompts]
 
     return prompts_of
+
+
+def _vocabulary(asked: str, drafters: list[str], further: Mapping[str, Any]) -> dict[str, int]:
+    """The option of speculative_config that `--draft-vocab` stands for; none for AUTO, which is
+    known once it is measured. ConfigError: it is neither a number nor that, or there is nothing
+    that it could be of."""
+    option = f"--draft-vocab {asked}"
+    if not asked:
+        return {}
+    if not drafters:
+        raise ConfigError("the vocabulary of a --drafter, and there is none", where=option)
+    if further.get("draft_vocab_size") is not None:
+        raise ConfigError(
+            "--speculative-config has draft_vocab_size, too; expected one of the two", where=option
+        )
+    if asked == AUTO:
+        return {}
+    if not asked.isdecimal() or int(asked) < 1:
+        raise ConfigError(f"expected a number of tokens, such as 8192, or {AUTO}", where=option)
+    return {"draft_vocab_size": int(asked)}
 
 
 def _methods(
