@@ -23,6 +23,7 @@ from draftsmith.inference.server import serve_command
 from draftsmith.speculators.errors import ConfigError
 from draftsmith.train.commands import artefact, runs
 from draftsmith.train.commands.certify import certify
+from draftsmith.train.commands.drift import drift
 from draftsmith.train.commands.evaluate import evaluate
 from draftsmith.train.commands.init import init
 from draftsmith.train.commands.options import AsJson, Model, Precision
@@ -177,6 +178,7 @@ for command in (  # in the order of work, in which `--help` lists them
     runs.train,
     runs.compare,
     evaluate,
+    drift,
     refresh,
     artefact.inspect,
     artefact.export,

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
-import pytest
+from pathlib import Path
 
+import pytest
+import torch
+
+from draftsmith.inference import LLM, SamplingParams
+from draftsmith.inference.traffic_log.records import LoggedExchange
+from draftsmith.speculators.export import export_drafter
+from draftsmith.speculators.families.eagle3 import Eagle3
+from draftsmith.speculators.registry import config_for_target
+from draftsmith.speculators.target.frozen_target import FrozenTarget
 from draftsmith.train.recipe.recipe import yaml_text
 from tests.support.quickstart_data import source as quickstart
 from tests.support.targets import save_target
+
+COUNT = 160  # of logged answers
 
 
 @pytest.fixture(scope="module")
@@ -43,3 +54,37 @@ def recipe(tiny_target, tmp_path):
     path = tmp_path / "recipe.yaml"
     path.write_text(yaml_text(content))
     return path
+
+
+@pytest.fixture(scope="module")
+def exchanges(tiny_target) -> list[LoggedExchange]:
+    """Answers of the target, a minute apart."""
+    chats = [[{"role": "user", "content": f"How many are {i} and {i + 7}?"}] for i in range(COUNT)]
+    params = [SamplingParams(temperature=1.0, max_tokens=12, seed=i) for i in range(COUNT)]
+    outputs = LLM(str(tiny_target), max_num_seqs=32).chat(chats, params, use_tqdm=False)
+    return [
+        LoggedExchange(
+            time=60.0 * i,
+            model=tiny_target.name,
+            messages=chats[i],
+            prompt_token_ids=list(output.prompt_token_ids),
+            text=output.outputs[0].text,
+            token_ids=list(output.outputs[0].token_ids),
+            finish_reason=output.outputs[0].finish_reason,
+            sampling={"temperature": 1.0},
+        )
+        for i, output in enumerate(outputs)
+    ]
+
+
+@pytest.fixture
+def run(tmp_path, tiny_target) -> Path:
+    """A run's folder with a random head."""
+    target = FrozenTarget.from_pretrained(str(tiny_target), tap_layers=[1, 2, 3])
+    torch.manual_seed(1)
+    shape = {"tap_layers": [1, 2, 3], "draft_vocab_size": 256}
+    drafter = Eagle3(config_for_target(target, "eagle3", **shape)).attach(target)
+    drafter.initialise_from(target)
+    folder = tmp_path / "run"
+    export_drafter(drafter, folder / "export", dtype=torch.float32)
+    return folder

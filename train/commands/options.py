@@ -50,6 +50,10 @@ TargetLayers = Annotated[
     int | None,
     typer.Option(help="Layers of the target, for heads that do not say which they tap."),
 ]
+ServedNames = Annotated[
+    list[str] | None,
+    typer.Option(metavar="NAME", help="The target's name at the server, if another; repeatable."),
+]
 Gpu = Annotated[
     str | None,
     typer.Option(help="Device, such as h100; cpu: this one, measured. Default: this machine's."),

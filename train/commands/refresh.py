@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from draftsmith.speculators.errors import ConfigError
-from draftsmith.train.commands.options import Overrides, RecipeFile, command_of
+from draftsmith.train.commands.options import Overrides, RecipeFile, ServedNames, command_of
 
 
 @dataclass(frozen=True)
@@ -35,12 +35,7 @@ class RefreshOptions:
             help="Part of the supervised tokens from the data that the head was trained on.",
         ),
     ] = 0.3
-    served_model_name: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME", help="The target's name at the server, if another; repeatable."
-        ),
-    ] = None
+    served_model_name: ServedNames = None
     undo: Annotated[bool, typer.Option("--undo", help="Bring the head before back.")] = False
 
 

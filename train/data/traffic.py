@@ -15,10 +15,13 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from draftsmith.inference.entrypoints.loading import generation_config
 from draftsmith.inference.evaluation.expected_acceptance import WrittenText
 from draftsmith.inference.sampling_params import SamplingParams
+from draftsmith.inference.server.serve_command import sampling_defaults
+from draftsmith.inference.traffic_log.reader import read_log
 from draftsmith.inference.traffic_log.records import LoggedExchange
-from draftsmith.speculators.errors import ConfigError
+from draftsmith.speculators.errors import ConfigError, DataError
 from draftsmith.train.data.bad_rows import BadRow
 from draftsmith.train.data.examples import Example, parse_row
 from draftsmith.train.data.loss_mask import ConversationTokenizer, tokenise
@@ -26,6 +29,7 @@ from draftsmith.train.data.packing import chat_template_of, template_date
 from draftsmith.train.recipe.recipe import Recipe
 
 WORKLOAD = "traffic"
+DAY = 86_400.0  # seconds
 SHORTEST = 2  # tokens of a response; the first is never drafted
 CHOICE_FROM = 0.7  # of the texts, in the order of time: where those begin that choose a checkpoint
 JUDGE_FROM = 0.8  # and those that judge it
@@ -123,6 +127,14 @@ class _Unusable(Exception):
     """An exchange that is left out; its text is the reason."""
 
 
+def newest_time(log: Path) -> float:
+    """Of the exchanges of a log, in seconds since 1970. DataError: there is none."""
+    newest = max((exchange.time for exchange in read_log(log)), default=None)
+    if newest is None:
+        raise DataError("the log holds no exchange", where=f"--log {log}")
+    return newest
+
+
 class TrafficReader:
     """Turns exchanges of a log into texts of a recipe's target."""
 
@@ -140,6 +152,15 @@ class TrafficReader:
         asked = template_date(recipe.data, tokenizer, Path(recipe.output_dir))
         self.asks_for_date = asked is not None
         self.neutral = SamplingParams()
+
+    @classmethod
+    def of_recipe(cls, recipe: Recipe, tokenizer: Any, names: Sequence[str]) -> TrafficReader:
+        """`names`: of the target as the server calls it, beside those that the recipe gives it."""
+        target = recipe.target
+        known = {target.model, Path(target.model).name, *names}
+        config = generation_config(target.model, target.revision)
+        defaults = sampling_defaults({} if config is None else config.to_diff_dict())
+        return cls(recipe, tokenizer, sorted(known), defaults)
 
     def slice_of(
         self, exchanges: Iterable[LoggedExchange], held_out: Iterable[Sequence[int]] = ()
@@ -175,7 +196,7 @@ class TrafficReader:
         room = self.data.max_length - len(prompt)
         if room < SHORTEST:
             raise _Unusable(NO_ROOM)
-        opening = _opening(exchange, prompt)
+        opening = opening_of(exchange)
         return LoggedText(exchange.time, opening, prompt, output[:room], sampling)
 
     def _sampling(self, exchange: LoggedExchange) -> Sampling:
@@ -285,12 +306,14 @@ def _example(exchange: LoggedExchange) -> Example | None:
     return example
 
 
-def _opening(exchange: LoggedExchange, prompt: Sequence[int]) -> str:
+def opening_of(exchange: LoggedExchange) -> str:
     """A hash of a conversation up to the user's first turn, of anything else of the prompt."""
-    opening: Any = prompt
+    opening: Any = exchange.prompt
     if exchange.messages is not None:
         roles = [message.get("role") for message in exchange.messages]
         opening = exchange.messages[: roles.index("user") + 1 if "user" in roles else None]
+    elif opening is None:
+        opening = exchange.prompt_token_ids
     return hashlib.sha256(json.dumps(opening).encode()).hexdigest()[:16]
 
 

@@ -23,9 +23,7 @@ from accelerate.utils import set_seed
 from rich.markup import escape
 from rich.table import Table
 
-from draftsmith.inference.entrypoints.loading import generation_config
 from draftsmith.inference.progress import Stages
-from draftsmith.inference.server.serve_command import sampling_defaults
 from draftsmith.inference.traffic_log.reader import read_log
 from draftsmith.inference.whole_file import write_whole
 from draftsmith.speculators.errors import ConfigError, DataError
@@ -39,6 +37,7 @@ from draftsmith.train.data.sources import load_sources
 from draftsmith.train.data.template_date import FILE as TEMPLATE_DATE
 from draftsmith.train.data.tokenising import prompts_of
 from draftsmith.train.data.traffic import (
+    DAY,
     JUDGE_FROM,
     WORKLOAD,
     LoggedText,
@@ -46,6 +45,7 @@ from draftsmith.train.data.traffic import (
     TrafficReader,
     TrafficSlice,
     evenly,
+    newest_time,
 )
 from draftsmith.train.pipeline.adapted_target import with_adapted_target
 from draftsmith.train.pipeline.data_stage import (
@@ -57,7 +57,12 @@ from draftsmith.train.pipeline.data_stage import (
 from draftsmith.train.pipeline.evaluate_again import require_export
 from draftsmith.train.pipeline.export_stage import export
 from draftsmith.train.pipeline.export_swap import PREVIOUS, finish_swap, swap_back, swap_in
-from draftsmith.train.pipeline.refresh_gate import Judgement, judge, refusals
+from draftsmith.train.pipeline.refresh_gate import (
+    LEAST_CONVERSATIONS,
+    Judgement,
+    judge,
+    refusals,
+)
 from draftsmith.train.pipeline.run import make_accelerator
 from draftsmith.train.pipeline.run_folder import claimed
 from draftsmith.train.pipeline.run_target import load_target
@@ -68,9 +73,7 @@ from draftsmith.train.regeneration.store import Response, write_json
 WORK = "refresh"  # the folder of a refresh that is under way
 SLICE = "slice.json"
 REPORT = "refresh.json"  # in the run's folder, of the newest refresh
-DAY = 86_400.0  # seconds
 
-LEAST_CONVERSATIONS = 30  # of the judge, below which a standard error is not to be relied on
 JUDGE_TEXTS = 256  # of the newest part, at most
 CHOICE_TEXTS = 48
 MOST_REPEATS = 8  # of the new rows in the table, so that more of the old ones have a place in it
@@ -205,16 +208,9 @@ class _Refresh:
 
     def _read(self) -> TrafficSlice:
         log = Path(self.settings.log)
-        newest = max((exchange.time for exchange in read_log(log)), default=None)
-        if newest is None:
-            raise DataError("the log holds no exchange", where=f"--log {log}")
-        target = self.recipe.target
-        names = {target.model, Path(target.model).name, *self.settings.names}
-        config = generation_config(target.model, target.revision)
-        defaults = sampling_defaults({} if config is None else config.to_diff_dict())
-        reader = TrafficReader(self.recipe, self.tokenizer, sorted(names), defaults)
-        exchanges = read_log(log, since=newest - self.settings.days * DAY)
-        part = reader.slice_of(exchanges, self._held_out_prompts())
+        since = newest_time(log) - self.settings.days * DAY
+        reader = TrafficReader.of_recipe(self.recipe, self.tokenizer, self.settings.names)
+        part = reader.slice_of(read_log(log, since=since), self._held_out_prompts())
         self.stages.say(f"      {escape(describe(part))}")
         return part
 
@@ -270,17 +266,8 @@ class _Refresh:
         target = load_target(self.recipe, self.accelerator, config.tap_layers, self.stages)
         heads = load_drafter(old, target), load_drafter(self.work / EXPORT, target)
         suite = [
-            [
-                LoggedText(
-                    0.0,
-                    str(r.prompt_ids),
-                    r.prompt_ids,
-                    r.output_ids,
-                    Sampling(t, e.top_p, e.top_k),
-                )
-                for r in written
-            ]
-            for t, written in self.old_suite.items()
+            as_logged(written, Sampling(temperature, e.top_p, e.top_k))
+            for temperature, written in self.old_suite.items()
         ]
         judgements = []
         for name, samples in (("newest texts", [texts]), ("old suite", suite)):

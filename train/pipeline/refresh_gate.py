@@ -19,6 +19,7 @@ from draftsmith.speculators.drafter import Drafter
 from draftsmith.speculators.target.frozen_target import FrozenTarget
 from draftsmith.train.data.traffic import LoggedText, Sampling
 
+LEAST_CONVERSATIONS = 30  # below which a standard error is not to be relied on
 ERRORS = 2.0  # standard errors by which the new head has to be better
 # Of (τ - 1), which the new head may lose on the old suite. Not of τ: its 1 is the token that the
 # target writes in every round with any head, so that 2 % of τ = 1.5 would be 6 % of what drafts
