@@ -9,6 +9,7 @@ import pytest
 
 from draftsmith.inference.traffic_log.records import LoggedExchange
 from draftsmith.train.pipeline import refresh as module
+from draftsmith.train.pipeline.export_swap import INCOMING
 from tests.support.cli import call, refused
 from tests.support.traffic import write_log
 
@@ -77,3 +78,14 @@ def test_refresh_of_too_little_says_how_much_is_needed(recipe, run, exchanges, t
     assert "--undo" in refused("refresh", recipe)
     assert "no export before" in refused("refresh", recipe, "--undo")
     assert head(run / "export") == old and not (run / module.WORK).exists()
+
+
+@pytest.mark.integration
+def test_undo_that_was_killed_is_finished_and_not_undone_by_the_same_command(recipe, run):
+    old = head(run / "export")
+    killed = run / INCOMING / "export"
+    killed.mkdir(parents=True)
+    (killed / "model.safetensors").write_bytes(b"before")
+    code, output = call("refresh", recipe, "--undo")
+    assert code == 0 and "--undo again" in output
+    assert (head(run / "export"), head(run / "previous" / "export")) == (b"before", old)

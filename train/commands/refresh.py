@@ -50,8 +50,10 @@ def run(options: RefreshOptions) -> None:
 
     recipe = load_recipe(options.recipe, options.overrides or ())
     if options.undo:
-        undo(recipe)
-        Console().print(f"{recipe.output_dir}: the head before is exported again", highlight=False)
+        done = "the head before is exported again"
+        if not undo(recipe):
+            done = "a swap that was killed is finished; --undo again swaps the two heads"
+        Console().print(f"{recipe.output_dir}: {done}", highlight=False)
         return
     if options.log is None:
         raise ConfigError("give the folder of the log, or --undo", where="--log")

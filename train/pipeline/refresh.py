@@ -98,13 +98,16 @@ class RefreshSettings:
     names: tuple[str, ...] = ()
 
 
-def undo(recipe: Recipe) -> None:
-    """Swaps the run's exports with those before the newest refresh. CheckpointError: none."""
+def undo(recipe: Recipe) -> bool:
+    """Swaps the run's exports with those before the newest refresh. False: a swap was killed, which
+    may have been an undoing; it is finished and nothing else is done. CheckpointError: none."""
     run = Path(recipe.output_dir)
     accelerator = make_accelerator(recipe.model_copy(update={"trackers": []}))
     with claimed(accelerator, run):
-        finish_swap(run)
+        if finish_swap(run):
+            return False
         swap_back(run)
+        return True
 
 
 def refresh(recipe: Recipe, settings: RefreshSettings, stages: Stages | None = None) -> int:
