@@ -6,7 +6,7 @@ a file or loads a model."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -14,6 +14,8 @@ PositiveInt = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 NonEmptyText = Annotated[str, Field(min_length=1)]
+AUTO = "auto"  # a size that is measured when the training begins
+VocabularySize = Annotated[int, Field(ge=2)] | Literal["auto"]
 
 
 class Section(BaseModel):
@@ -72,8 +74,10 @@ class DrafterOptions(Section):
 class VocabularyOptions(DrafterOptions):
     """Options of a head that scores the whole vocabulary unless a recipe reduces it."""
 
-    draft_vocab_size: Annotated[int, Field(ge=2)] | None = Field(
-        None, description="reduced vocabulary, the tokens supervised most often; null: the target's"
+    draft_vocab_size: VocabularySize | None = Field(
+        None,
+        description="reduced vocabulary, the tokens supervised most often; auto: as measured to be"
+        " fastest; null: the target's",
     )
 
     def shape(self, fields: dict[str, Any], target: Any = None) -> dict[str, Any]:

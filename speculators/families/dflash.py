@@ -45,7 +45,13 @@ from draftsmith.speculators.layers.decoder import Attend, DecoderLayer, RMSNorm,
 from draftsmith.speculators.layers.grouped_attention import cached_attends
 from draftsmith.speculators.layers.int8_linear import dtype_of
 from draftsmith.speculators.layers.queries import Blocks, in_window
-from draftsmith.speculators.options import Count, DecoderOptions, PositiveInt, TapOptions
+from draftsmith.speculators.options import (
+    Count,
+    DecoderOptions,
+    PositiveInt,
+    TapOptions,
+    VocabularySize,
+)
 from draftsmith.speculators.precision import on_host, to_device
 from draftsmith.speculators.target.frozen_target import TargetFeatures
 from draftsmith.speculators.target.target_head import TargetHead
@@ -126,8 +132,10 @@ class DFlashOptions(DecoderOptions, TapOptions):
     anchors_per_row: PositiveInt = Field(
         ANCHORS, description="blocks trained per row, drawn anew at every step"
     )
-    draft_vocab_size: Annotated[int, Field(ge=2)] | None = Field(
-        None, description="reduced vocabulary with a head of its own; null: the target's head"
+    draft_vocab_size: VocabularySize | None = Field(
+        None,
+        description="reduced vocabulary with a head of its own; auto: as measured to be fastest;"
+        " null: the target's head",
     )
     tap_layers: list[Count] | None = Field(
         None,

@@ -7,7 +7,7 @@ export is this module's state under its own names."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import Any, Literal, Self
 
 import torch
 from pydantic import BaseModel, Field, model_validator
@@ -33,7 +33,7 @@ from draftsmith.speculators.layers.decoder import (
     RotaryTable,
 )
 from draftsmith.speculators.layers.int8_linear import dtype_of
-from draftsmith.speculators.options import DecoderOptions, PositiveInt, TapOptions
+from draftsmith.speculators.options import DecoderOptions, PositiveInt, TapOptions, VocabularySize
 from draftsmith.speculators.target.target_head import TargetHead
 from draftsmith.speculators.traits import Traits
 
@@ -70,8 +70,10 @@ class Eagle3Config(Eagle3Switches, DecoderConfig):
 class Eagle3Options(Eagle3Switches, DecoderOptions, TapOptions):
     """The trained head. Sizes left null are the target's own."""
 
-    draft_vocab_size: Annotated[int, Field(ge=2)] | None = Field(
-        None, description="reduced vocabulary; null: the 32,000 most frequent tokens"
+    draft_vocab_size: VocabularySize | None = Field(
+        None,
+        description="reduced vocabulary; auto: as measured to be fastest; null: the 32,000 most"
+        " frequent tokens",
     )
     unroll_steps: PositiveInt = Field(
         7, description="depths unrolled on the head's own states in training"

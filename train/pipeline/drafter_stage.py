@@ -40,7 +40,7 @@ def make_drafter(
     """A drafter ready to train, on the target's device: draft vocabulary chosen from the supervised
     tokens, weights loaded or initialised (but not fitted where a checkpoint in `folder` will
     replace them). The recipe's seed decides."""
-    counts = _supervised(features.rows, target.vocab_size)
+    counts = supervised_counts(features.rows, target.vocab_size)
     with seeded(recipe.training.seed, target.device):
         drafter = _initialised(recipe, config, target, features, counts, stages, folder)
         drafter.token_counts = counts
@@ -58,7 +58,7 @@ def _initialised(
 ) -> Drafter:
     if (start := start_folder(recipe)) is not None:
         return _continued(recipe, config, target, start, counts, stages)
-    drafter = _made(recipe, config, target)
+    drafter = blank_drafter(recipe, config, target)
     if config.reduced_vocabulary:
         assert drafter.draft_to_target is not None  # the vocabulary is reduced
         drafter.draft_to_target.copy_(_most_frequent(config, counts, stages))
@@ -71,7 +71,8 @@ def _initialised(
     return drafter
 
 
-def _made(recipe: Recipe, config: DrafterConfig, target: TargetHead) -> Drafter:
+def blank_drafter(recipe: Recipe, config: DrafterConfig, target: TargetHead) -> Drafter:
+    """A drafter attached to the target, on its device, without starting weights."""
     drafter = family_class(config.family)(config).attach(target).to(target.device)
     if (length := trained_length(target.config, recipe.data.max_length)) is not None:
         fix_frequencies(drafter, length)
@@ -89,12 +90,12 @@ def _continued(
     """With the weights of the folder `start`, reduced to the vocabulary of `config`."""
     head = read_drafter_config(start, target.num_layers)
     if head.family != config.family:  # the modules that both have; the others start as they would
-        drafter = _made(recipe, config, target)
+        drafter = blank_drafter(recipe, config, target)
         drafter.initialise_from(target)
         drafter.load_state_dict(load_drafter(start, target).state_dict(), strict=False)
         return drafter
     as_read = config.model_copy(update={"draft_vocab_size": head.draft_vocab_size})
-    drafter = _made(recipe, as_read, target)
+    drafter = blank_drafter(recipe, as_read, target)
     load_weights(drafter, start)
     if config.draft_vocab_size < head.draft_vocab_size:
         drafter.reduce_vocabulary(_most_frequent(config, counts, stages).to(target.device))
@@ -112,11 +113,12 @@ def _most_frequent(config: DrafterConfig, counts: Tensor, stages: Stages) -> Ten
     return ids
 
 
-def _supervised(rows: Sequence[Any], vocab_size: int) -> Tensor:
-    """How often each token is supervised in these rows [V]."""
+def supervised_counts(rows: Sequence[Any], vocab_size: int, *, every: int = 1) -> Tensor:
+    """How often each token is supervised in these rows [V], or in each `every`-th of them."""
     counts = torch.zeros(vocab_size, dtype=torch.long)
-    for first in range(0, len(rows), COUNTED_AT_ONCE):
-        several = (rows[i] for i in range(first, min(first + COUNTED_AT_ONCE, len(rows))))
+    places = range(0, len(rows), every)
+    for first in range(0, len(places), COUNTED_AT_ONCE):
+        several = (rows[i] for i in places[first : first + COUNTED_AT_ONCE])
         ids = np.concatenate([row.input_ids[row.loss_mask] for row in several])
         counts += torch.bincount(torch.from_numpy(ids).long(), minlength=vocab_size)
     return counts

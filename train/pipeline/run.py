@@ -23,6 +23,7 @@ from draftsmith.train.pipeline.adapted_target import with_adapted_target
 from draftsmith.train.pipeline.export_stage import export
 from draftsmith.train.pipeline.run_folder import claimed
 from draftsmith.train.pipeline.train_stage import train
+from draftsmith.train.pipeline.vocabulary_stage import with_draft_vocabulary
 from draftsmith.train.planner.plan import short_budgets
 from draftsmith.train.processes import RunAccelerator, is_shared
 from draftsmith.train.recipe.load import load_recipe
@@ -59,6 +60,7 @@ def run_claimed(recipe: Recipe, accelerator: Accelerator) -> int:
         stages.say(warning)
     trackers.start(recipe, accelerator)
     set_seed(recipe.training.seed)
+    recipe = with_draft_vocabulary(recipe, accelerator, stages)
     recipe_text = recipe.resolved_yaml()
     if not is_shared(accelerator, Path(recipe.output_dir)):
         stages.say("      the first process alone keeps the run, as others do not see its folder")

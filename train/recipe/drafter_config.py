@@ -14,7 +14,7 @@ from draftsmith.speculators.errors import ConfigError
 from draftsmith.speculators.export import read_drafter_config, resolve
 from draftsmith.speculators.export.formats import layout_for
 from draftsmith.speculators.export.quantisation import require_plain
-from draftsmith.speculators.options import DrafterOptions, VocabularyOptions
+from draftsmith.speculators.options import AUTO, DrafterOptions, VocabularyOptions
 from draftsmith.speculators.registry import build_config, config_for_target, family_class
 from draftsmith.train.recipe.recipe import EXPORT, Recipe
 
@@ -24,8 +24,9 @@ logger = logging.getLogger(__name__)
 
 def drafter_config(recipe: Recipe, target: TargetShape, *, planning: bool = False) -> DrafterConfig:
     """The recipe's drafter for this target; with `init_from`, that head's own, which the recipe may
-    not contradict. `planning`: of a student's folder config.json will do."""
-    options = recipe.drafter
+    not contradict. A vocabulary of `auto` tokens is the largest there is, until the run has chosen
+    one (vocabulary_stage.py). `planning`: of a student's folder config.json will do."""
+    options = _largest_vocabulary(recipe.drafter, target)
     _require_tokens(options, target)
     fields = family_class(recipe.family).config_class.model_fields
     expected = options.shape(fields, target)
@@ -53,11 +54,19 @@ def drafter_config(recipe: Recipe, target: TargetShape, *, planning: bool = Fals
     for key in options.model_fields_set & set(expected):
         if expected[key] is not None and expected[key] != getattr(config, key):
             raise ConfigError(
-                f"the recipe says {expected[key]}, but the head of drafter.init_from has"
-                f" {getattr(config, key)}; leave the key out",
+                f"the recipe says {getattr(recipe.drafter, key)}, but the head of"
+                f" drafter.init_from has {getattr(config, key)}; leave the key out",
                 where=f"drafter.{key}",
             )
     return fitting(recipe, config)
+
+
+def _largest_vocabulary(options: DrafterOptions, target: TargetShape) -> DrafterOptions:
+    """`options` with the whole vocabulary in place of AUTO."""
+    if getattr(options, "draft_vocab_size", None) != AUTO:
+        return options
+    whole = None if isinstance(options, VocabularyOptions) else target.vocab_size
+    return options.model_copy(update={"draft_vocab_size": whole})
 
 
 def _require_tokens(options: DrafterOptions, target: TargetShape) -> None:
@@ -74,7 +83,7 @@ def _reduced(config: DrafterConfig, options: DrafterOptions) -> DrafterConfig:
     """Of a head with the whole vocabulary, the config with that of the recipe: its other rows are
     taken away once the weights are read."""
     size = options.draft_vocab_size if isinstance(options, VocabularyOptions) else None
-    if size is None or config.reduced_vocabulary:
+    if not isinstance(size, int) or config.reduced_vocabulary:
         return config
     return build_config("drafter.init_from", **config.model_dump() | {"draft_vocab_size": size})
 

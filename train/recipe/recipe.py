@@ -19,7 +19,7 @@ from pydantic import Field, ValidationError, create_model, field_validator, mode
 from ruamel.yaml import YAML
 
 from draftsmith.speculators.errors import ConfigError
-from draftsmith.speculators.options import DrafterOptions, NonEmptyText, Section
+from draftsmith.speculators.options import AUTO, DrafterOptions, NonEmptyText, Section
 from draftsmith.speculators.registry import FAMILIES, family_class
 from draftsmith.train.losses.divergences import Mix
 from draftsmith.train.losses.position_weights import PositionWeights
@@ -190,6 +190,21 @@ class Recipe(Section):
         if self.target.sharding != "none" and alone:
             raise ValueError(
                 f"target.sharding: not with {alone[0]}, where some processes run the target alone"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _vocabulary_can_be_measured(self) -> Recipe:
+        if getattr(self.drafter, "draft_vocab_size", None) != AUTO:
+            return self
+        elsewhere = {
+            "features.endpoints": bool(self.features.endpoints),
+            "target.sharding": self.target.sharding != "none",
+        }
+        for key in (key for key, used in elsewhere.items() if used):
+            raise ValueError(
+                "drafter.draft_vocab_size: auto times steps of the target in one process, which has"
+                f" no whole target with {key}; give a number of tokens"
             )
         return self
 

@@ -27,7 +27,9 @@ class EagleLayout(Layout):
 
     family = "eagle"
     ids_beside = True
-    reduced_in_engines = base.SCORES_ALL
+    reduced_in_engines = (
+        f"{base.SCORES_ALL}; SGLang takes these alone with --speculative-token-map (docs/serve.md)"
+    )
     architectures: ClassVar[tuple[str, ...]] = ARCHITECTURES
     sglang_algorithm = "EAGLE"
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
+import safetensors.torch
 import torch
 from safetensors.torch import load_file, save_file
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
@@ -18,6 +20,7 @@ from tests.support import cases
 from tests.support.cases import Case
 from tests.support.contract import packed
 
+SERVE = Path(__file__).resolve().parents[3] / "docs" / "serve.md"
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 500000.0,
@@ -187,3 +190,15 @@ def test_heads_of_the_two_families_are_told_apart(tiny_model, tmp_path):
     tensors["layers.0.hidden_norm.weight"] = torch.ones(32)
     save_file(tensors, folder / "model.safetensors")
     assert read_drafter_config(folder, target.num_layers).family == "eagle3"
+
+
+def test_documented_lines_make_sglang_s_token_map_of_an_export(tiny_model, tmp_path, monkeypatch):
+    """SGLang reads it as tensors and plain values alone, and makes a tensor of ids of it."""
+    _, drafter = make(tiny_model("llama"), draft_vocab_size=40)
+    drafter.target_ids.copy_(torch.arange(3, 43) * 2)
+    export_drafter(drafter, tmp_path / "OUT", dtype=torch.float32, format="sglang")
+    (lines,) = re.findall(r"```python\n(d2t = .*?)```", SERVE.read_text("utf-8"), re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    exec(lines, {"torch": torch, "safetensors": safetensors})
+    ids = torch.tensor(torch.load("token_map.pt", weights_only=True), dtype=torch.int64)
+    assert torch.equal(ids, drafter.target_ids)
