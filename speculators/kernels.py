@@ -6,19 +6,33 @@ time. A failure of a kernel names this switch, so that a run can go on without i
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
+from importlib.util import find_spec
+from typing import Any, TypeVar
 
 import torch
 
 from draftsmith.speculators.errors import ConfigError, DraftsmithError
 
+logger = logging.getLogger(__name__)
+
 SWITCH = "DRAFTSMITH_KERNELS"
 PARTS = {
     "attention": "attention of heads in training, and of a target over packed rows",
+    "objective": "loss and gradient of a block of rows in training",
+    "layers": "decoder layers of heads in training, before and after their attention",
 }
+CAPABILITY = (7, 0)  # compute capability that Triton asks for
+# Of one function: sizes of 1 have graphs of their own, as have layers that differ in their widths.
+MOST_GRAPHS = 64
 COMPILERS = ("torch._dynamo", "torch._inductor", "torch._functorch", "triton")
+
+
+Result = TypeVar("Result")
 
 
 class KernelError(DraftsmithError):
@@ -39,6 +53,56 @@ def enabled(part: str) -> bool:
     return part in names
 
 
+def why_not(part: str, device: torch.device) -> str | None:
+    """Why a part goes without its kernels on a GPU; None if it does not."""
+    if not enabled(part):
+        return f"{SWITCH} leaves {part} out"
+    if not torch.cuda.is_available():
+        return "torch has no CUDA device"
+    if find_spec("triton") is None:
+        return "Triton is not installed"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < CAPABILITY:
+        return f"the GPU's compute capability is {capability}, Triton needs {CAPABILITY}"
+    return None
+
+
+def serves(part: str, device: torch.device) -> bool:
+    """True if a part runs compiled on the device. Logs once why a GPU goes without."""
+    if device.type != "cuda":
+        return False
+    reason = why_not(part, device)
+    if reason is not None:
+        log_once(f"{part}: one operation at a time, which is slower: {reason}")
+    return reason is None
+
+
+@cache
+def log_once(reason: str) -> None:
+    """A warning, the first time that it is given."""
+    logger.warning(reason)
+
+
+def on_device(
+    part: str, function: Callable[..., Result], device: torch.device
+) -> Callable[..., Result]:
+    """`function` of a part, compiled where the device serves it."""
+    return compiled(part, function) if serves(part, device) else function
+
+
+@cache
+def compiled(part: str, function: Callable[..., Result]) -> Callable[..., Result]:
+    """`function` of tensors and modules as one graph for tensors of any sizes, compiled when it is
+    first called. What its compiler raises becomes a KernelError."""
+    as_graph = torch.compile(function, fullgraph=True, dynamic=True)
+
+    def call(*arguments: Any) -> Result:
+        with of_compilers(part), torch.compiler.config.patch(recompile_limit=MOST_GRAPHS):  # type: ignore[attr-defined]
+            return as_graph(*arguments)
+
+    return call
+
+
 @contextmanager
 def of_part(part: str) -> Iterator[None]:
     """What a kernel of the part raises inside becomes a KernelError, which says how to go without
@@ -52,15 +116,15 @@ def of_part(part: str) -> Iterator[None]:
 
 
 @contextmanager
-def compiled_backward() -> Iterator[None]:
-    """What a compiler raises inside becomes a KernelError: kernels of a backward pass are compiled
-    when it first runs. Other errors stay what they are."""
+def of_compilers(part: str = "") -> Iterator[None]:
+    """What a compiler raises inside becomes a KernelError; other errors stay what they are. Without
+    a part it is a backward pass, whose kernels are compiled when it first runs."""
     try:
         yield
     except Exception as error:
         if not _of_compilers(error):
             raise
-        raise _failure("", error) from error
+        raise _failure(part, error) from error
 
 
 def _failure(part: str, error: Exception) -> KernelError:

@@ -25,7 +25,6 @@ from draftsmith.speculators.families.eagle3_init import (
 from draftsmith.speculators.families.least_squares import terms_for
 from draftsmith.speculators.layers.decoder import (
     Asked,
-    Attend,
     Attends,
     DecoderLayer,
     RMSNorm,
@@ -106,15 +105,12 @@ class FirstLayer(DecoderLayer):
         self.hidden_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.norm_before_residual = config.norm_before_residual
 
-    def read(
-        self, embeds: Tensor, state: Tensor, rotary: Rotary, attend: Attend, queries: Asked = None
-    ) -> Tensor:
-        """embeds, state [B, T, H] -> [B, T, H], or of `queries`."""
+    @override
+    def read(self, embeds: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        """embeds, state [B, T, H] -> [B, T, 2H], and the residual [B, T, H]."""
         normed = self.hidden_norm(state)
         x = torch.cat([self.input_layernorm(embeds), normed], dim=-1)
-        return self.finish(
-            x, normed if self.norm_before_residual else state, rotary, attend, queries
-        )
+        return x, normed if self.norm_before_residual else state
 
 
 class Eagle3(DecoderChain):
@@ -206,9 +202,8 @@ class Eagle3(DecoderChain):
     ) -> Tensor:
         """The state that is fed back and, after `norm` unless it is normed, read by the head."""
         last = len(self.layers) - 1
-        state = self.layers[0].read(
-            embeds.to(state.dtype), state, rotary, attends[0], queries if last == 0 else None
-        )
+        asked = queries if last == 0 else None
+        state = self.layers[0].run(attends[0], asked, rotary, embeds.to(state.dtype), state)
         for i in range(1, last + 1):
             state = self.layers[i](state, rotary, attends[i], queries if i == last else None)
         return self.norm(state) if self.config.norm_output else state

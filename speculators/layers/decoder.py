@@ -17,6 +17,7 @@ from transformers.models.llama.configuration_llama import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from typing_extensions import override
 
+from draftsmith.speculators import kernels
 from draftsmith.speculators.config import DecoderConfig
 from draftsmith.speculators.errors import ConfigError
 from draftsmith.speculators.layers.frozen_linear import FrozenLinear
@@ -165,19 +166,38 @@ class DecoderLayer(nn.Module):
 
         `queries` [B, M]: the slots whose output is needed, [B, M, H]; the others give keys and
         values only."""
-        x = state if self.input_layernorm is None else self.input_layernorm(state)
-        return self.finish(x, state, rotary, attend, queries)
+        return self.run(attend, queries, rotary, state)
 
-    def finish(
-        self, x: Tensor, residual: Tensor, rotary: Rotary, attend: Attend, queries: Asked = None
-    ) -> Tensor:
-        """x [B, T, inputs], what the projections read; residual [B, T, H]."""
-        projected = self.self_attn.project(x, rotary, queries)
+    def read(self, state: Tensor) -> tuple[Tensor, Tensor]:
+        """state [B, T, H] -> what the projections read [B, T, inputs], and what the layer adds to
+        [B, T, H]. A layer of several inputs has its own."""
+        return (state if self.input_layernorm is None else self.input_layernorm(state)), state
+
+    def run(self, attend: Attend, queries: Asked, rotary: Rotary, *inputs: Tensor) -> Tensor:
+        """The layer, `inputs` being those of `read`. While it trains, what lies on either side of
+        `attend` is compiled where the device compiles: `attend` keeps keys, and has kernels of its
+        own."""
+        before: Callable[..., tuple[Tensor, ...]] = DecoderLayer.before
+        after: Callable[..., Tensor] = DecoderLayer.after
+        if torch.is_grad_enabled():
+            before = kernels.on_device("layers", before, inputs[0].device)
+            after = kernels.on_device("layers", after, inputs[0].device)
+        residual, *projected = before(self, queries, rotary, *inputs)
         attended = attend(*projected, self.self_attn.scale)  # [B, h, T or M, d]
+        if queries is not None and not queries.shape[1]:
+            return residual
+        return after(self, attended, residual)
+
+    def before(self, queries: Asked, rotary: Rotary, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """The residual [B, T, H] or of the queries, and query, key and value."""
+        x, residual = self.read(*inputs)
+        projected = self.self_attn.project(x, rotary, queries)
         if queries is not None:
             residual = at_slots(residual, queries)
-            if not queries.shape[1]:
-                return residual
+        return residual, *projected
+
+    def after(self, attended: Tensor, residual: Tensor) -> Tensor:
+        """What was attended to [B, h, T or M, d] -> the layer's output [B, T or M, H]."""
         x = residual + self.self_attn.o_proj(attended.transpose(1, 2).flatten(2))
         return x + self.mlp(self.post_attention_layernorm(x))
 

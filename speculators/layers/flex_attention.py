@@ -8,10 +8,8 @@ pass."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from functools import cache
-from importlib.util import find_spec
 from weakref import WeakKeyDictionary
 
 import torch
@@ -26,11 +24,8 @@ from torch.nn.attention.flex_attention import (
 from draftsmith.speculators import kernels
 from draftsmith.speculators.layers.queries import Blocks, PackedQueries, Queries
 
-logger = logging.getLogger(__name__)
-
 LEAST_WIDTH = 16  # of keys and of values, which the kernels' matrix products ask for
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-CAPABILITY = (7, 0)  # compute capability that Triton asks for
 
 HIDDEN = -1e30  # of a score of a block's keys; finite, so that its gradient is
 
@@ -48,22 +43,15 @@ def serves(query: Tensor, value: Tensor) -> bool:
         return False
     reason = why_not(query, value)
     if reason is not None:
-        _log_once(reason)
+        kernels.log_once(
+            f"attention runs row by row, without flex_attention, which is slower: {reason}"
+        )
     return reason is None
 
 
 def why_not(query: Tensor, value: Tensor) -> str | None:
     """Why the kernels cannot attend on a GPU; None if they can. query [.., d], value [.., v]."""
-    if not kernels.enabled("attention"):
-        return f"{kernels.SWITCH} leaves attention out"
-    if not torch.cuda.is_available():
-        return "torch has no CUDA device"
-    if find_spec("triton") is None:
-        return "Triton is not installed"
-    capability = torch.cuda.get_device_capability(query.device)
-    if capability < CAPABILITY:
-        return f"the GPU's compute capability is {capability}, Triton needs {CAPABILITY}"
-    return unsupported_inputs(query, value)
+    return kernels.why_not("attention", query.device) or unsupported_inputs(query, value)
 
 
 def unsupported_inputs(query: Tensor, value: Tensor) -> str | None:
@@ -74,14 +62,6 @@ def unsupported_inputs(query: Tensor, value: Tensor) -> str | None:
     if width < LEAST_WIDTH:
         return f"head_dim is {width}, and the kernels need at least {LEAST_WIDTH}"
     return None
-
-
-@cache
-def _log_once(reason: str) -> None:
-    logger.warning(
-        "attention runs row by row, without flex_attention, which is slower: %s",
-        reason,
-    )
 
 
 def sees(queries: Queries) -> MaskMod:

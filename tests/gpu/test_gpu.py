@@ -108,6 +108,32 @@ def test_sharded_parameters_give_the_same_losses(
     assert losses == pytest.approx(expected, rel=2e-2)
 
 
+def test_compiled_objective_and_layers_give_the_losses_of_eager_ones(
+    shapes, device, tmp_path, monkeypatch, report
+) -> None:
+    """With no more memory; on a CPU both are eager."""
+    peaks, steps = [], []
+    for parts in ("attention", "attention,objective,layers"):
+        monkeypatch.setenv("DRAFTSMITH_KERNELS", parts)
+        trainer = make_trainer(shapes, device, tmp_path)
+        began = time.perf_counter()
+        steps.append(timed_steps(trainer, shapes.steps))
+        whole = time.perf_counter() - began
+        peak = 0
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+            trainer.step(0.5).read(len(trainer.depth_weights))
+            peak = torch.cuda.max_memory_allocated(device)
+        peaks.append(peak)
+        seconds = steps[-1][0]
+        first = whole - seconds * shapes.steps
+        report(parts=parts, step_seconds=seconds, first_step_seconds=first, peak_gb=peak / 1e9)
+        del trainer
+        free_memory()
+    assert steps[1][1] == pytest.approx(steps[0][1], rel=2e-2)
+    assert peaks[1] <= 1.02 * peaks[0]
+
+
 def test_compiled_rounds_write_the_tokens_of_eager_decoding(
     shapes, device, tmp_path, report
 ) -> None:

@@ -53,7 +53,7 @@ def test_a_backward_pass_that_cannot_be_compiled_names_the_setting_and_others_do
     failure = RuntimeError("in the backward pass")
     failure.__cause__ = BackendCompilerFailed(lambda: None, ValueError("no kernel"), None)
     named = pytest.raises(kernels.KernelError, match="DRAFTSMITH_KERNELS=none")
-    with named, kernels.compiled_backward():
+    with named, kernels.of_compilers():
         raise failure
-    with pytest.raises(ZeroDivisionError), kernels.compiled_backward():
+    with pytest.raises(ZeroDivisionError), kernels.of_compilers():
         raise ZeroDivisionError

@@ -1,15 +1,18 @@
-"""In place of the kernels of attention on the emulated device: all scores in memory, counted as the
-launches that they stand for."""
+"""In place of a GPU's kernels. Attention on the emulated device: all scores in memory, counted as
+the launches that they stand for. The parts that torch.compile makes kernels of: traced on a CPU."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._dynamo import lookup_backend
 
+from draftsmith.speculators import kernels
 from draftsmith.speculators.layers import flex_attention
 from tests.support.attention_cases import visible
 
@@ -30,6 +33,27 @@ def stand_in_for_attention(emulation: Any, patch: Any) -> None:
     patch.setattr(flex_attention, "serves", lambda query, value: True)
     patch.setattr(flex_attention, "block_mask", block_mask)
     patch.setattr(flex_attention, "merged_attention", merged)
+
+
+@contextmanager
+def compiled_on_a_cpu(
+    patch: Any, backend: str = "aot_eager", parts: Sequence[str] = ("objective", "layers")
+) -> Iterator[list[Any]]:
+    """The parts run compiled inside; the graphs that are made of them, in their order."""
+    graphs = list[Any]()
+    compiler = lookup_backend(backend)
+
+    def compile_kept(graph: Any, inputs: Any, **options: Any) -> Any:
+        graphs.append(graph)
+        return compiler(graph, inputs, **options)
+
+    torch._dynamo.reset()
+    with patch.context() as inside:
+        inside.setattr(kernels, "serves", lambda part, device: part in parts)
+        inside.setattr(torch, "compile", partial(torch.compile, backend=compile_kept))
+        kernels.compiled.cache_clear()
+        yield graphs
+    kernels.compiled.cache_clear()
 
 
 class _Dense(torch.autograd.Function):

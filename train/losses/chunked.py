@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 from typing_extensions import override
 
+from draftsmith.speculators import kernels
 from draftsmith.speculators.precision import on_host, to_device
 from draftsmith.train.losses.divergences import (
     LogitRows,
@@ -292,7 +293,10 @@ def walk_chunk(
     with torch.set_grad_enabled(trains):
         logits = task.head(states)  # [n, Vd]
     values = logits.detach()
-    gradient = gradient_memory(logits) if trains else None
+    gradient = None
+    if trains:  # a block reads its logits before it writes its gradient, and no other reads them
+        gradient = values if may_overwrite(logits) else torch.empty_like(values)
+    scores = kernels.on_device("objective", score, values.device)
     with torch.no_grad(), torch.autocast(states.device.type, enabled=False):
         target = 0  # of the chunk: the first of the block
         row = 0
@@ -300,13 +304,20 @@ def walk_chunk(
             shape = (block.count, block.shared)
             places = slice(block.first, block.first + block.rows)
             within = slice(row, row + block.rows)
-            loss, alpha, agreement = score(
-                task,
-                values[within].unflatten(0, shape),
+            block_logits = values[within].unflatten(0, shape)
+            block_gradient = gradient
+            if gradient is values:
+                block_gradient = block_logits  # one tensor: compilers refuse two of one memory
+            elif gradient is not None:
+                block_gradient = gradient[within].unflatten(0, shape)
+            loss, alpha, agreement = scores(
+                task.mix,
+                task.draft_to_target,
+                block_logits,
+                target_logits[target : target + block.count],
                 rows.weight[places].view(shape),
                 rows.labels[places].view(shape),
-                target_of(task, target_logits[target : target + block.count]),
-                None if gradient is None else gradient[within].unflatten(0, shape),
+                block_gradient,
             )
             measured.write(places, loss, alpha, agreement)
             target += block.count
@@ -323,14 +334,6 @@ def target_logits_of(task: Task, chunk: Sequence[Group], rows: RowsInOrder) -> T
     matched = torch.cat([rows.target_index[block.targets()] for block in chunk])  # [u]
     with torch.no_grad():
         return task.target_logits(task.target_hidden[matched])
-
-
-def gradient_memory(logits: Tensor) -> Tensor:
-    """Where the gradient of `logits` is written: over them, or into memory of the same shape.
-
-    A block reads its logits before it writes its gradient, and no other block reads them."""
-    values = logits.detach()
-    return values if may_overwrite(logits) else torch.empty_like(values)
 
 
 def may_overwrite(logits: Tensor) -> bool:
@@ -360,14 +363,25 @@ def add_in_slabs(total: Tensor, gradient: Tensor) -> None:
 
 
 def score(
-    task: Task, logits: Tensor, weight: Tensor, labels: Tensor, target: Target, grad: Tensor | None
+    mix: Mix,
+    draft_to_target: Tensor | None,
+    logits: Tensor,
+    target_logits: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    grad: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(weight * D, alpha, agreement), each [g, m], of m rows for each of g targets; into `grad`,
-    which may be `logits`: d sum(weight * D) / d logits [g, m, Vd]. weight, labels [g, m]."""
+    which may be `logits`: d sum(weight * D) / d logits [g, m, Vd]. Call it under no_grad.
+
+    logits [g, m, Vd]; target_logits [g, V]; weight, labels [g, m]. Nothing here depends on a value
+    of a tensor, so that it compiles to one graph for any g and m, without [g, m, Vd] in memory
+    but `logits` and `grad`."""
     z = logits.to(precise(logits.dtype))
+    target = target_of(target_logits, draft_to_target)
     best = argmax(z)  # [g, m, 1]
-    agreement = to_target(best[..., 0], task.draft_to_target) == target.best
-    if has_closed_form(task.mix):
+    agreement = to_target(best[..., 0], draft_to_target) == target.best
+    if has_closed_form(mix):
         q = torch.softmax(z, dim=-1)
         least = torch.minimum(target.p, q)
         alpha = least.sum(-1)
@@ -375,22 +389,34 @@ def score(
         log_z = (z.gather(-1, best) - q.gather(-1, best).log())[..., 0]
         rows = LogitRows(z, target.p, target.p_log_p, target.mass, log_z, alpha, labels)
         scratch = None if grad is None else least
-        value, gradient = value_and_gradient(task.mix, rows, q, weight, scratch)
-        if grad is not None and gradient is not None:
-            grad.copy_(gradient)
-        return weight * value, alpha, agreement
-    with torch.set_grad_enabled(grad is not None):
-        z = z.detach().requires_grad_(grad is not None)
+        value, gradient = value_and_gradient(mix, rows, q, weight, scratch)
+    else:
+        value, gradient, alpha = by_autograd(mix, z, target.p, weight, labels, grad is not None)
+    if grad is not None and gradient is not None:
+        grad.copy_(gradient)
+    return weight * value, alpha, agreement
+
+
+def by_autograd(
+    mix: Mix, z: Tensor, p: Tensor, weight: Tensor, labels: Tensor, trains: bool
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """(D [g, m], weight * d D / dz [g, m, Vd] if `trains`, alpha [g, m]) of any mix."""
+
+    def value_of(z: Tensor) -> tuple[Tensor, Tensor]:
         log_q = torch.log_softmax(z, dim=-1)
-        p = target.p.expand_as(z).flatten(0, 1)
-        value = weight * task.mix(log_q.flatten(0, 1), p, labels.flatten()).view_as(weight)
-    alpha = torch.minimum(target.p, log_q.detach().exp()).sum(-1)
-    if grad is not None:
-        grad.copy_(torch.autograd.grad(value, z, torch.ones_like(value))[0])
-    return value.detach(), alpha, agreement
+        rows = p.expand_as(z).flatten(0, 1)
+        value = mix(log_q.flatten(0, 1), rows, labels.flatten()).view_as(weight)
+        return value, torch.minimum(p, log_q.detach().exp()).sum(-1)
+
+    if not trains:
+        value, alpha = value_of(z)
+        return value, None, alpha
+    # torch.func's, since compilers do not trace torch.autograd.grad
+    value, backward, alpha = torch.func.vjp(value_of, z, has_aux=True)  # type: ignore[misc]
+    return value, backward(weight)[0], alpha
 
 
-def target_of(task: Task, logits: Tensor) -> Target:
+def target_of(logits: Tensor, draft_to_target: Tensor | None) -> Target:
     """The target's distributions from its logits [u, V]. Call it under no_grad."""
     with torch.autocast(logits.device.type, enabled=False):
         # of a token masked with -inf, 0 * -inf is nan
@@ -398,9 +424,9 @@ def target_of(task: Task, logits: Tensor) -> Target:
         best = argmax(z)
         p = torch.softmax(z, dim=-1)
         log_z = z.gather(-1, best) - p.gather(-1, best).log()  # [u, 1], logsumexp(z)
-        if task.draft_to_target is not None:
-            p = p.index_select(-1, task.draft_to_target)
-            z = z.index_select(-1, task.draft_to_target)
+        if draft_to_target is not None:
+            p = p.index_select(-1, draft_to_target)
+            z = z.index_select(-1, draft_to_target)
         mass = p.sum(-1, keepdim=True)
         p = p[:, None]
         # log p = z - log_z, so that sum p log p = sum p z - mass log_z
@@ -442,7 +468,7 @@ def leaves(logits: Tensor) -> dict[GradientEdge, Tensor]:
 
 def argmax(z: Tensor, block: int = 64) -> Tensor:
     """z.argmax(-1, keepdim=True), the first of equals; by block maxima, which a CPU vectorises."""
-    if z.shape[-1] % block:
+    if z.device.type != "cpu" or torch.compiler.is_compiling() or z.shape[-1] % block:
         return z.argmax(-1, keepdim=True)
     blocks = z.unflatten(-1, (-1, block))
     first = blocks.amax(-1).argmax(-1, keepdim=True)

@@ -24,7 +24,6 @@ import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -193,6 +192,11 @@ class Mix:
             state_terms=tuple(term for term in terms if term.name in ON_STATES),
         )
 
+    @property
+    def names(self) -> set[str]:
+        """Of the terms on distributions."""
+        return {term.name for term in self.terms}
+
     def __call__(self, log_q: Tensor, p: Tensor, labels: Tensor) -> Tensor:
         """Sums the terms on distributions: [n]. The caller adds the terms on states."""
         total = torch.zeros(log_q.shape[0], dtype=log_q.dtype, device=log_q.device)
@@ -252,9 +256,8 @@ class LogitRows:
     alpha: Tensor  # [g, m] sum min(p, q)
     labels: Tensor  # [g, m], -1 outside the draft vocabulary
 
-    @cached_property
     def kl(self) -> Tensor:
-        """[g, m] KL(p || q)."""
+        """[g, m] KL(p || q), computed anew."""
         return self.p_log_p - dot(self.p, self.z) + self.mass * self.log_z
 
 
@@ -272,17 +275,18 @@ def value_and_coefficients(mix: Mix, rows: LogitRows) -> tuple[Tensor, Coefficie
     of_kl = value
     of_alpha = value
     of_label = value
+    kl = rows.kl() if mix.names & {"forward_kl", "lk_hybrid"} else value
     for term in mix.terms:
         w = term.weight
         if term.name == "forward_kl":
-            value = value + w * rows.kl
+            value = value + w * kl
             of_kl = of_kl + w
         elif term.name == "tv":
             value = value + w * (1.0 - rows.alpha)
             of_alpha = of_alpha + w
         elif term.name == "lk_hybrid":
             mixing = torch.exp(-3.0 * rows.alpha)
-            value = value + w * (mixing * rows.kl + (1.0 - mixing) * (1.0 - rows.alpha))
+            value = value + w * (mixing * kl + (1.0 - mixing) * (1.0 - rows.alpha))
             of_kl = of_kl + w * mixing
             of_alpha = of_alpha + w * (1.0 - mixing)
         else:  # cross_entropy
@@ -303,27 +307,37 @@ def value_and_gradient(
     value, of = value_and_coefficients(mix, rows)
     if scratch is None:
         return value, None
-    names = {term.name for term in mix.terms}
     # With b = 1[q < p] the gradient is (kl P + label + alpha Σ q b) q - alpha q b - kl p - label
     # onehot(x): a multiple of q, from which the terms that the mix has are taken away.
     of_q = of.kl * rows.mass + of.label  # [g, m]
-    if names & {"tv", "lk_hybrid"}:
+    if mix.names & {"tv", "lk_hybrid"}:
         below = torch.lt(q, rows.p, out=scratch).mul_(q)  # [g, m, Vd], q 1[q < p]
         of_q = of_q + of.alpha * below.sum(-1)
         gradient = q.mul_((of_q * weight)[..., None])
         gradient.addcmul_(below, -(of.alpha * weight)[..., None])
     else:
         gradient = q.mul_((of_q * weight)[..., None])
-    if names & {"forward_kl", "lk_hybrid"}:
+    if mix.names & {"forward_kl", "lk_hybrid"}:
         gradient.addcmul_(rows.p, -(of.kl * weight)[..., None])
-    if "cross_entropy" in names:
-        labels = rows.labels.clamp_min(0)[..., None]
-        gradient.scatter_add_(-1, labels, -(of.label * weight)[..., None])
+    if "cross_entropy" in mix.names:
+        gradient = subtract_at(gradient, rows.labels.clamp_min(0), of.label * weight)
     return value, gradient
 
 
 def dot(x: Tensor, y: Tensor) -> Tensor:
-    """sum_v x y of x [g, 1, V] and y [g, m, V]: [g, m]; on a CPU as one product."""
+    """sum_v x y of x [g, 1, V] and y [g, m, V]: [g, m]; on a CPU as one product, compiled as a part
+    of the pass that reads x and y."""
+    if torch.compiler.is_compiling():
+        return (x * y).sum(-1)
     if x.device.type != "cpu":
         return torch.linalg.vecdot(x, y)
     return torch.bmm(y, x.transpose(1, 2))[..., 0]
+
+
+def subtract_at(x: Tensor, index: Tensor, amount: Tensor) -> Tensor:
+    """x [g, m, V], overwritten, less `amount` [g, m] at `index` [g, m]; compiled as a part of the
+    pass that computes x, which a scatter would be another of."""
+    if torch.compiler.is_compiling():
+        places = torch.arange(x.shape[-1], device=x.device)
+        return x - torch.where(places == index[..., None], amount[..., None], 0.0)
+    return x.scatter_add_(-1, index[..., None], -amount[..., None])

@@ -206,6 +206,7 @@ class Trainer:
         self.advance = advance
         first = self.state.step
         spent = self.state.seconds
+        warm = spent  # after the first step, in which kernels are compiled
         try:
             self.share = self.share_done()
             while self.share < 1:
@@ -214,8 +215,10 @@ class Trainer:
                     self.telemetry.begin()
                 self.unread.append(self.step(self.share))
                 self.state.seconds += time.monotonic() - self.step_began
+                if self.state.step == first + 1:
+                    warm = self.state.seconds
                 self._after_step()
-                self._say_pace(first, spent)
+                self._say_pace(first, spent, warm)
                 if self.state.history:
                     advance(self.share, self._note(self.state.history[-1]))
         finally:
@@ -290,13 +293,17 @@ class Trainer:
             self.pace_unsaid = False
             self.say(first_step_warning(minutes))
 
-    def _say_pace(self, first: int, spent: float) -> None:
+    def _say_pace(self, first: int, spent: float, warm: float) -> None:
         """Warns once, when the first steps are measured, of a budget in which few fit. `first`,
-        `spent`: steps and seconds before this process began."""
+        `spent`: steps and seconds before this process began. `warm`: seconds after its first step,
+        which is left out if there are more: kernels were compiled in it."""
         minutes = self.recipe.training.max_minutes
         if not (minutes and self.pace_unsaid) or self.unread:
             return
         self.pace_unsaid = False
+        if self.state.step - first > 1:
+            spent = warm
+            first += 1
         pace = (self.state.seconds - spent) / (self.state.step - first)
         if warning := pace_warning(pace, minutes, spent, first):
             self.say(warning)
@@ -421,7 +428,7 @@ class Trainer:
                 lambda: self._loss(features, row_weights, supervised), last
             )
             self._within("gradients")
-            with kernels.compiled_backward():
+            with kernels.of_compilers():
                 loss.backward()
         return sums
 

@@ -3,10 +3,13 @@ memory."""
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 from torch import Tensor, nn
 
+from draftsmith.speculators import kernels
 from draftsmith.speculators.errors import ConfigError
 from draftsmith.speculators.vocab.draft_vocab import to_draft_ids
 from draftsmith.train.losses.chunked import may_overwrite
@@ -15,6 +18,7 @@ from draftsmith.train.losses.objective import StepMetrics, chunked_objective, in
 from tests.support.cases import BASE, world_of
 from tests.support.contract import packed
 from tests.support.errors import raises_at
+from tests.support.fused_kernels import compiled_on_a_cpu
 from tests.support.memory import Largest
 
 D, V, VD, N = 12, 40, 17, 23
@@ -233,6 +237,41 @@ def test_a_target_that_masks_tokens_gives_no_nan(name: str) -> None:
     hidden, head, target_hidden, target, *rest = setup.arguments({name: 1.0})
     loss, _ = chunked_objective(hidden, head, target_hidden, lambda h: target(h) + blocked, *rest)
     assert loss.isfinite() and all(grad.isfinite().all() for grad in setup.gradients(loss))
+
+
+# --- compiled ---
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "mix",
+    [dict.fromkeys(CLOSED_FORM, 0.4), dict.fromkeys(DIVERGENCES, 0.3)],
+    ids=["closed", "autograd"],
+)
+def test_compiled_is_eager_in_a_few_graphs_for_chunks_of_any_rows(monkeypatch, mix: dict) -> None:
+    """Targets that some rows share or that one row has, groups that a block cuts. Sizes and offsets
+    of 0 and 1 have graphs of their own, and all others one."""
+    setup = Setup(reduced=True)
+    hidden, head, target_hidden, *rest = setup.arguments(mix)
+    shared = torch.randint(0, 8, (N,))
+    with compiled_on_a_cpu(monkeypatch) as graphs:
+        for rows, index in product((5, 7, 100), (shared, torch.arange(N), torch.arange(N) // 4)):
+            arguments = (hidden, head, target_hidden, *rest, rows, index)
+            compiled = chunked_objective(*arguments)
+            with monkeypatch.context() as eagerly:
+                eagerly.setattr(kernels, "serves", lambda part, device: False)
+                assert_same(compiled, chunked_objective(*arguments), setup, atol=1e-11)
+    assert len(graphs) <= 8
+
+
+@pytest.mark.slow
+def test_kernels_of_the_objective_are_eager_in_single_precision(monkeypatch) -> None:
+    """Those that torch writes for a CPU: logits that are overwritten by their gradient included."""
+    setup = Setup(reduced=False, dtype=torch.float32)
+    arguments = setup.arguments({"lk_hybrid": 1.0, "cross_entropy": 0.2})
+    with compiled_on_a_cpu(monkeypatch, "inductor"):
+        compiled = chunked_objective(*arguments)
+    assert_same(compiled, chunked_objective(*arguments), setup, atol=1e-5)
 
 
 # --- how gradients travel ---

@@ -324,6 +324,31 @@ def test_a_budget_of_minutes_goes_on_where_it_stopped(tiny_model, tmp_path, monk
     assert rates == pytest.approx(expected)
 
 
+@pytest.mark.parametrize(("log_every", "warnings"), [(10, 0), (1, 1)])
+def test_the_first_step_whose_kernels_are_compiled_is_left_out_of_the_pace(
+    tiny_model, tmp_path, monkeypatch, log_every, warnings
+):
+    """100 seconds of compiling, and steps of a second: many fit in three minutes, unless the first
+    one is all that is measured."""
+    said = list[str]()
+    clock = SimpleNamespace(seconds=0.0)
+    monkeypatch.setattr(
+        "draftsmith.train.trainer.trainer.time", SimpleNamespace(monotonic=lambda: clock.seconds)
+    )
+    recipe = make_recipe(steps=12, max_minutes=3.0, save_every=100)
+    trainer = make_trainer(tiny_model, tmp_path, recipe, say=said.append)
+    trainer.log_every = log_every
+    real = trainer.step
+
+    def timed(share):
+        clock.seconds += 100 if trainer.state.step == 0 else 1
+        return real(share)
+
+    trainer.step = timed
+    trainer.run()
+    assert len(said) == warnings
+
+
 def test_d_pace_tokens_outside_the_draft_vocabulary_have_no_probability(tiny_model, tmp_path):
     recipe = make_recipe()
     recipe = recipe.model_copy(update={"position_weights": {"d_pace": 0.5}})
