@@ -7,7 +7,7 @@ was measured."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
@@ -56,18 +56,25 @@ class SpecDecodeCounters:
     not counted (as in vLLM).
 
     num_accepted_tokens_per_pos[k] counts the drafts whose first k+1 tokens were all accepted. Only
-    tokens that were committed count: what lies after the end of the response was not accepted."""
+    tokens that were committed count: what lies after the end of the response was not accepted.
+    num_drafts_by_method counts the drafts of each method, where several take turns; else it is
+    empty."""
 
     num_drafts: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
+    num_drafts_by_method: dict[str, int] = field(default_factory=dict)
 
     def add(
-        self, num_draft_tokens: int, num_accepted_tokens: int, depth: int | None = None
+        self,
+        num_draft_tokens: int,
+        num_accepted_tokens: int,
+        depth: int | None = None,
+        method: str | None = None,
     ) -> None:
         """Count one row's round. `depth`: most drafts it could accept, where they are a tree; None:
-        all of them."""
+        all of them. `method`: which drafted, where there are several."""
         if not 0 <= num_accepted_tokens <= num_draft_tokens:
             raise ValueError(
                 f"{num_accepted_tokens} accepted of {num_draft_tokens} drafted; expected no more"
@@ -83,6 +90,13 @@ class SpecDecodeCounters:
         per_pos.extend([0] * (positions - len(per_pos)))
         for k in range(num_accepted_tokens):
             per_pos[k] += 1
+        if method is not None:
+            self._count_methods({method: 1})
+
+    def _count_methods(self, drafts: Mapping[str, int]) -> None:
+        by_method = self.num_drafts_by_method
+        for method, number in drafts.items():
+            by_method[method] = by_method.get(method, 0) + number
 
     def merge(self, other: SpecDecodeCounters) -> None:
         """Add another's totals to these."""
@@ -93,6 +107,7 @@ class SpecDecodeCounters:
             self.num_accepted_tokens_per_pos, other.num_accepted_tokens_per_pos, fillvalue=0
         )
         self.num_accepted_tokens_per_pos = [a + b for a, b in pairs]
+        self._count_methods(other.num_drafts_by_method)
 
     def since(self, earlier: SpecDecodeCounters) -> SpecDecodeCounters:
         """The growth from an earlier state of the same counters."""
@@ -101,6 +116,7 @@ class SpecDecodeCounters:
             -earlier.num_draft_tokens,
             -earlier.num_accepted_tokens,
             [-count for count in earlier.num_accepted_tokens_per_pos],
+            {method: -count for method, count in earlier.num_drafts_by_method.items()},
         )
         grown.merge(self)
         return grown

@@ -217,9 +217,10 @@ class Engine:
             accepted = min(num_accepted[row], committed)  # what follows the end was not
             drafted = proposal.counts[row]
             depth = max(depths[row][:drafted], default=0)
-            request.count_round(drafted, accepted, depth)
+            method = proposal.methods[row] if proposal.methods else None
+            request.count_round(drafted, accepted, depth, method)
             request.num_compiled_rounds += compiled
-            self.counters.add(drafted, accepted, depth)
+            self.counters.add(drafted, accepted, depth, method)
         plan.learn(kept)
         if proposer is not None and proposer.reads_features:
             if proposal.parents is not None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,13 @@ from draftsmith.inference.engine.memory import memory_fault
 from draftsmith.inference.engine.round_costs import measure_costs
 from draftsmith.inference.engine_options import EngineOptions
 from draftsmith.inference.entrypoints.draft_vocabulary import apply_draft_vocabulary
-from draftsmith.inference.spec_decode.draft_length import AdaptiveDraftLength, DraftLength
+from draftsmith.inference.spec_decode.draft_length import (
+    AdaptiveDraftLength,
+    DraftLength,
+    GatedDraftLength,
+)
 from draftsmith.inference.spec_decode.proposers.base import Proposer
+from draftsmith.inference.spec_decode.proposers.beside import HeadBesideProposer
 from draftsmith.inference.spec_decode.proposers.head import HeadProposer
 from draftsmith.inference.spec_decode.proposers.head_options import DraftModelOptions, HeadOptions
 from draftsmith.inference.spec_decode.proposers.options import MethodOptions
@@ -135,7 +141,12 @@ def make_proposer(
         return None
     if drafter is None or not isinstance(config, HeadOptions):
         return config.make_proposer(target.device)
-    return HeadProposer(
+    beside = config.beside
+    make_head: Callable[..., HeadProposer] = HeadProposer
+    if beside is not None and beside.method is not None:
+        methods = (config.method, beside.method)
+        make_head = partial(HeadBesideProposer, beside.make_proposer(target.device), methods)
+    return make_head(
         drafter,
         target,
         max_rows,
@@ -303,6 +314,8 @@ def make_draft_length(config: MethodOptions) -> DraftLength:
     """How many tokens a round drafts and verifies, as `speculative_config` says."""
     most = config.most_drafts
     schedule = config.num_speculative_tokens_per_batch_size
+    if config.beside is not None:
+        return GatedDraftLength(most, config.adaptive_verification_costs, schedule)
     if not config.enable_adaptive_verification or not most:
         return DraftLength(most, schedule)
     return AdaptiveDraftLength(most, config.adaptive_verification_costs, schedule)

@@ -12,7 +12,9 @@ from transformers import PreTrainedModel
 from draftsmith.inference.entrypoints.loading import loaded, target_config
 from draftsmith.inference.spec_decode.proposers.methods import (
     TRAINING_FREE,
+    beside_heads,
     method_options,
+    option_names,
     owners,
 )
 from draftsmith.inference.spec_decode.proposers.options import MethodOptions
@@ -41,9 +43,33 @@ def parse_speculative_config(options: Mapping[str, Any] | None) -> MethodOptions
     try:
         if isinstance(method, str):
             kind = method_options(method)
-        return kind.model_validate(options)
     except ConfigError as error:
         raise ConfigError(f"{error}", where="speculative_config") from None
+    if kind.trained and options.get("with") is not None:
+        options = _with_method_beside(options)
+    return _validated(kind, options)
+
+
+def _with_method_beside(options: Mapping[str, Any]) -> dict[str, Any]:
+    """`options` of a head, in which `with` is the checked options of the method that drafts beside
+    it, taken out of them. ConfigError for what is no such method."""
+    name = options["with"]
+    if name not in (known := beside_heads()):
+        raise ConfigError(
+            f"with: {name!r}; expected {' or '.join(known)}, whose drafts need no model",
+            where="speculative_config",
+        )
+    kind = method_options(name)
+    of_kind = set(kind.model_fields) - set(MethodOptions.model_fields)
+    beside = {key: value for key, value in options.items() if key in of_kind}
+    tokens = {"num_speculative_tokens": options.get("num_speculative_tokens")}
+    head = {key: value for key, value in options.items() if key not in of_kind}
+    return head | {"with": _validated(kind, {"method": name, **tokens, **beside})}
+
+
+def _validated(kind: type[MethodOptions], options: Mapping[str, Any]) -> MethodOptions:
+    try:
+        return kind.model_validate(options)
     except ValidationError as error:
         raise ConfigError(faults_of(error, kind), where="speculative_config") from error
 
@@ -64,7 +90,7 @@ def faults_of(error: ValidationError, model: type[BaseModel]) -> str:
         else:
             message = f"{name}: unknown option"
         faults.append(message)
-    return f"{'; '.join(faults)} (options: {', '.join(model.model_fields)})"
+    return f"{'; '.join(faults)} (options: {', '.join(option_names(model))})"
 
 
 def complete(

@@ -31,7 +31,7 @@ from draftsmith.inference.outputs import RequestOutput
 from draftsmith.inference.report.round_cost import RoundTimes
 from draftsmith.inference.report.schema import OUR_ENGINE, EngineFacts
 from draftsmith.inference.sampling_params import SamplingParams
-from draftsmith.inference.spec_decode.proposers.methods import method_options
+from draftsmith.inference.spec_decode.proposers.methods import measured_beside, method_options
 from draftsmith.inference.spec_decode.proposers.options import MethodOptions
 from draftsmith.inference.spec_decode.verification.rejection_sampler import AUTO
 from draftsmith.speculators.drafter import Drafter
@@ -105,7 +105,7 @@ class Drafting:
         config: dict[str, Any] = {"method": self.method}
         if self.drafter is not None:
             config["model"] = self.drafter
-        config |= method_options(self.method).measured
+        config |= method_options(self.method).measured | measured_beside(self.further)
         config |= self.further
         return config | sizes_of(self.further, self.num_speculative_tokens)
 

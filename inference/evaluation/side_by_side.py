@@ -45,7 +45,7 @@ from draftsmith.inference.report.schema import (
     TimedPass,
 )
 from draftsmith.inference.report.speed import how_rounds_ran, stalled
-from draftsmith.inference.report.table import cost_table, new_table, row, stall_note
+from draftsmith.inference.report.table import cost_table, methods_note, new_table, row, stall_note
 from draftsmith.inference.sampling_params import SamplingParams
 from draftsmith.inference.spec_decode.proposers.head_options import HeadOptions
 from draftsmith.inference.whole_file import write_whole
@@ -268,7 +268,7 @@ def compare_methods(
     console.print(_table(cells, f"{title}: {len(prompts)} prompts, {conditions}"))
     if costs := [(name, cell) for name, cell in cells.items() if cell.round_cost]:
         console.print(cost_table(costs))
-    for line in [*remarks(measured), *_slower(cells)]:
+    for line in [*remarks(measured), *_drafted_by(cells), *_slower(cells)]:
         console.print(line, highlight=False, soft_wrap=True)
     if saved is not None:
         tree: dict[str, Any] = {
@@ -310,6 +310,11 @@ def _table(cells: Mapping[str, Cell], title: str) -> Table:
     )
     table.caption_justify = "left"
     return table
+
+
+def _drafted_by(cells: Mapping[str, Cell]) -> list[str]:
+    """Of every method that drafts beside a head, how often either did."""
+    return [f"{name}: {line}" for name, cell in cells.items() for line in methods_note(cell)]
 
 
 def _slower(cells: Mapping[str, Cell]) -> list[str]:

@@ -188,6 +188,8 @@ class Cell(Record):
     """Drafted tokens that were accepted and committed."""
     num_accepted_tokens_per_pos: list[int]
     """Accepted tokens by draft position 1…K."""
+    num_drafts_by_method: dict[str, int] = {}
+    """num_drafts of a head and of the method beside it (`with`); empty where one method drafts."""
     acceptance_length: float
     """τ, as in vLLM: 1 + num_accepted_tokens ÷ num_drafts."""
     acceptance_length_macro: float

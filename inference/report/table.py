@@ -157,6 +157,7 @@ def notes(report: AcceptanceReport) -> list[str]:
                 f"{temperature}: drafted in {100 * share:.0f} % of the rounds; τ is over these,"
                 f" tokens per target forward ({cell.tokens_per_forward:.2f}) over all"
             )
+        lines += [f"{temperature}: {line}" for line in methods_note(cell)]
         if len(cell.acceptance_by_position) > 1:
             bins = ", ".join(
                 f"{b.start:,} to {2 * b.start - 1:,} {b.acceptance_length:.2f} ({b.rounds:,})"
@@ -166,6 +167,13 @@ def notes(report: AcceptanceReport) -> list[str]:
         lines += timing_notes(cell)
         lines += [f"{temperature}: {line}" for line in why_slower(cell)]
     return lines + suite_notes(report)
+
+
+def methods_note(cell: Cell) -> list[str]:
+    """Which method drafted how many of the rounds, where one drafts beside a head."""
+    by_method = cell.num_drafts_by_method.items()
+    shares = [f"{method} in {number / cell.num_rounds:.0%}" for method, number in by_method]
+    return [f"drafted by {', '.join(shares)} of the rounds"] if shares else []
 
 
 def timing_notes(cell: Cell) -> list[str]:

@@ -144,10 +144,16 @@ class Request:
         """The end of a text that would have `length` tokens, if those are too many."""
         return _End(self.end - len(self.token_ids), "length") if length >= self.end else None
 
-    def count_round(self, num_drafted: int, num_accepted: int, depth: int | None = None) -> None:
-        """Counts one verification: what was drafted, and how much of it was committed; `depth` as
-        in the counters."""
-        self.counters.add(num_drafted, num_accepted, depth)
+    def count_round(
+        self,
+        num_drafted: int,
+        num_accepted: int,
+        depth: int | None = None,
+        method: str | None = None,
+    ) -> None:
+        """Counts one verification: what was drafted, and how much of it was committed; `depth` and
+        `method` as in the counters."""
+        self.counters.add(num_drafted, num_accepted, depth, method)
         self.accepted_per_round.append(num_accepted)
         self.drafted_per_round.append(num_drafted)
 

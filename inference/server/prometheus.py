@@ -65,6 +65,9 @@ class ServerMetrics(Collector):
         accepted |= {str(k): n for k, n in enumerate(engine.counters.num_accepted_tokens_per_pos)}
         name = "spec_decode_num_accepted_tokens_per_pos"
         yield self._metric("counter", name, accepted, "position")
+        if by_method := engine.counters.num_drafts_by_method:  # vLLM has no such drafting
+            name = "spec_decode_num_drafts_by_method"
+            yield self._metric("counter", name, dict(by_method), "method")
 
     def _metric(self, kind: str, name: str, value: int | dict[str, int], label: str = "") -> Metric:
         """With one value, or one for each value of `label`."""

@@ -1,5 +1,5 @@
-"""DraftLength: the policy that plans rounds. Always K drafts, K by batch size, or as many as pay
-now."""
+"""DraftLength: the policy that plans rounds. Always K drafts, K by batch size, as many as pay now,
+or those of the proposer that pays now."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing_extensions import override
 
 from draftsmith.inference.requests.request import Request
 from draftsmith.inference.spec_decode.acceptance import Acceptance
-from draftsmith.inference.spec_decode.costs import CostsBySize, read_costs
+from draftsmith.inference.spec_decode.costs import CostsBySize, RoundCosts, read_costs
+from draftsmith.inference.spec_decode.gated_plan import GatedPlan
 from draftsmith.inference.spec_decode.round_plan import AdaptivePlan, RoundPlan
 from draftsmith.speculators.errors import ConfigError
 
@@ -47,11 +48,11 @@ class DraftLength:
         """Forgets what became of drafts; costs stay."""
 
 
-class AdaptiveDraftLength(DraftLength):
-    """The length that pays now, at most K; `schedule` limits it too.
+class DraftLengthByCosts(DraftLength):
+    """A policy that weighs drafts against their costs; `schedule` limits them too.
 
     costs   {"verify": [V(1), …, V(K+1)], "draft": [D(1), …, D(K)]} in any one unit, of all batch
-            sizes, which makes draft lengths a function of the text alone; None: measured by the
+            sizes, which makes its choices a function of the text alone; None: measured by the
             engine before its first request. ConfigError if they are not the costs of K drafts"""
 
     def __init__(
@@ -67,18 +68,15 @@ class AdaptiveDraftLength(DraftLength):
             self._costs = CostsBySize({1: read_costs(costs, num_speculative_tokens)})
         self._acceptance = Acceptance(num_speculative_tokens)
 
-    @override
-    def plan(self, rows: Sequence[Request]) -> RoundPlan:
+    def costs_of(self, rows: int) -> RoundCosts:
+        """The costs of a round of so many rows. ConfigError if none were given or measured."""
         if self._costs is None:
             raise ConfigError(
                 "rounds are planned by what they cost, and costs were neither given nor measured;"
                 " call measure_costs for the engine first",
-                where="AdaptiveDraftLength",
+                where=type(self).__name__,
             )
-        room = self._room(rows)
-        if not any(room):
-            return RoundPlan(room)
-        return AdaptivePlan(self._acceptance, room, self._costs.of(len(rows)))
+        return self._costs.of(rows)
 
     @override
     def use_costs(self, costs: CostsBySize) -> None:
@@ -87,3 +85,38 @@ class AdaptiveDraftLength(DraftLength):
     @override
     def forget(self) -> None:
         self._acceptance = Acceptance(self.num_speculative_tokens)
+
+
+class AdaptiveDraftLength(DraftLengthByCosts):
+    """The length that pays now, at most K."""
+
+    @override
+    def plan(self, rows: Sequence[Request]) -> RoundPlan:
+        costs = self.costs_of(len(rows))
+        room = self._room(rows)
+        if not any(room):
+            return RoundPlan(room)
+        return AdaptivePlan(self._acceptance, room, costs)
+
+
+class GatedDraftLength(DraftLengthByCosts):
+    """K drafts of a head, or those of the proposer beside it, whichever pays now."""
+
+    def __init__(
+        self,
+        num_speculative_tokens: int,
+        costs: Mapping[str, Sequence[float]] | None = None,
+        schedule: Schedule | None = None,
+    ) -> None:
+        super().__init__(num_speculative_tokens, costs, schedule)
+        self._beside = Acceptance(num_speculative_tokens)
+
+    @override
+    def plan(self, rows: Sequence[Request]) -> RoundPlan:
+        costs = self.costs_of(len(rows))
+        return GatedPlan(self._beside, self._acceptance, self._room(rows), costs)
+
+    @override
+    def forget(self) -> None:
+        super().forget()
+        self._beside = Acceptance(self.num_speculative_tokens)

@@ -35,6 +35,7 @@ class Proposal:
                each sees the committed text, its ancestors and itself, and leaves nothing behind
     confidence  [B, K] or None: of chains, how sure the proposer was of each draft before it was
                drawn, for whoever chooses lengths; never read by a rule
+    methods    per row the method that drafted, where there are several; for counters
     """
 
     token_ids: Tensor
@@ -43,6 +44,7 @@ class Proposal:
     parents: list[list[int]] | None = None
     unverified: list[int] | None = None
     confidence: Tensor | None = None
+    methods: list[str] | None = None
 
     def __post_init__(self) -> None:
         B, K = self.token_ids.shape

@@ -58,6 +58,13 @@ class RoundPlan:
         known before the draft is drawn."""
         return max(self.limits)
 
+    def divide(self, beside: Proposal) -> tuple[list[int], list[int]]:
+        """[B], [B]: how many drafts each row takes of a proposer beside a head, which has drafted
+        already, and how many the head is asked for; one of the two is 0. Here the head is asked
+        where the other has none."""
+        pairs = zip(self.limits, beside.counts, strict=True)
+        return beside.counts, [0 if count else limit for limit, count in pairs]
+
     def settle(self, proposal: Proposal) -> Proposal:
         """The part of the proposal that is verified. Once, before verification."""
         return proposal

@@ -52,6 +52,19 @@ def test_merging_is_counting_together_and_a_difference_undoes_it():
         assert growth == merged
 
 
+def test_drafts_are_counted_by_method():
+    first = SpecDecodeCounters()
+    first.add(3, 1, method="eagle3")
+    second = SpecDecodeCounters()
+    for drafted, method in ((2, "suffix"), (3, "eagle3"), (0, "eagle3")):
+        second.add(drafted, 0, method=method)
+    whole = SpecDecodeCounters()
+    whole.merge(first)
+    whole.merge(second)
+    assert whole.num_drafts_by_method == {"eagle3": 2, "suffix": 1}
+    assert whole.since(first) == second
+
+
 def test_counters_are_listed_as_vllms_metrics():
     counters = counted([(3, 2), (3, 0)])
     assert counters.to_dict() == {

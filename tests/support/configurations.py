@@ -14,13 +14,15 @@ import torch
 from draftsmith.inference import LLM
 from draftsmith.inference.entrypoints.loading import make_draft_length
 from draftsmith.inference.entrypoints.speculative_config import parse_speculative_config
+from draftsmith.inference.spec_decode.draft_length import GatedDraftLength
 from draftsmith.inference.spec_decode.proposers.base import Proposer
 from draftsmith.inference.spec_decode.tree_shape import DynamicTree, StaticTree
 from tests.support.cases import Case
 from tests.support.cases import make as make_drafter
 from tests.support.covering import Partial, cover
+from tests.support.draft_lengths import CHEAP
 from tests.support.drafters import FakeHead, StubProposer
-from tests.support.engines import byte_tokenizer, make_llm
+from tests.support.engines import byte_tokenizer, head_beside, make_llm
 from tests.support.models import make_tiny_model
 
 K = 3
@@ -43,6 +45,7 @@ FAMILIES = {
         taps=(1, 2),
     ),
 }
+BESIDE = {"eagle3+ngram": ("eagle3", "ngram"), "medusa+suffix": ("medusa", "suffix")}
 STUBS = ["right", "wrong", "ragged", "branches", "sampled"]  # tests/support/drafters.py
 TRAINING_FREE = {
     "ngram": {"num_speculative_tokens": K, "prompt_lookup_min": 1},
@@ -97,7 +100,8 @@ def possible(chosen: Partial) -> bool:
     drafter, rule, tree = (chosen.get(name) for name in ("drafter", "rule", "tree"))
     length, attention, device = (chosen.get(name) for name in ("length", "attention", "device"))
     head = drafter is None or drafter in (*FAMILIES, "head", "block")
-    sampled = head or drafter in ("sampled", "fake")
+    beside = drafter in (*BESIDE, "beside")
+    sampled = head or beside or drafter in ("sampled", "fake")
     trees = tree in TREES
     draws_trees = trees or drafter in ("lookahead", "branches")
     return not (
@@ -108,10 +112,12 @@ def possible(chosen: Partial) -> bool:
         # former
         or (draws_trees and rule in ("token", "block"))
         or (rule == "traversal" and not sampled)
+        # some drafts are deterministic, and lengths are chosen already
+        or (beside and (rule == "traversal" or length == "adaptive"))
         # the shape of a tree does not adapt
         or (draws_trees and length == "adaptive")
         # trained families alone score the tokens of a vocabulary
-        or (chosen.get("vocabulary") == "reduced" and (not head or drafter == "fake"))
+        or (chosen.get("vocabulary") == "reduced" and not (head or beside))
         # nothing is drafted
         or (drafter == "off" and (rule not in (None, "auto") or length not in (None, "fixed")))
         # a cut of a recurrent target cannot be rolled back by the drafter
@@ -141,7 +147,7 @@ class Configuration:
     @property
     def matched(self) -> bool:
         """True if no draft is sampled, and the target's own draws decide."""
-        heads = self.drafter in FAMILIES or self.drafter == "fake"
+        heads = self.drafter in (*FAMILIES, *BESIDE, "fake")
         return self.drafter != "sampled" and (
             self.rule == "sample_match" or (self.rule == "auto" and not heads)
         )
@@ -165,13 +171,20 @@ class Configuration:
             "num_speculative_tokens": K,
             "draft_sample_method": "greedy" if self.rule == "sample_match" else "probabilistic",
         }
-        if self.drafter in FAMILIES:
-            frozen, drafter = make_drafter(_fitting(FAMILIES[self.drafter], vocab), model)
+        family, beside = BESIDE.get(self.drafter, (self.drafter, None))
+        if family in FAMILIES:
+            frozen, drafter = make_drafter(_fitting(FAMILIES[family], vocab), model)
             if self.vocabulary == "reduced":
                 known = drafter.draft_to_target
                 known = torch.arange(vocab) if known is None else known
                 drafter.reduce_vocabulary(known[::2])
             head = drafter.to(device).freeze()
+            if beside is not None:
+                other = self._training_free(beside, torch.device(device))
+                schedule = LENGTHS[self.length].get("num_speculative_tokens_per_batch_size")
+                options["length"] = GatedDraftLength(K, CHEAP, schedule)
+                options.pop("draft_length", None)
+                return head_beside(frozen, head, other, **drafting, **options)
             return make_llm(frozen, drafter=head, tree=TREES.get(self.tree), **drafting, **options)
         if self.drafter == "fake":
             head = FakeHead(vocab, (1, 2), model.config.hidden_size, range(1, vocab, 2))
@@ -184,12 +197,15 @@ class Configuration:
         if self.drafter == "off":
             return None
         if self.drafter in TRAINING_FREE:
-            config = {"method": self.drafter, **TRAINING_FREE[self.drafter]}
-            if self.drafter == "suffix" and self.rule != "sample_match":
-                # drafts of earlier responses depend on who was first
-                config["suffix_decoding_max_cached_requests"] = 0
-            return parse_speculative_config(config).make_proposer(device)
+            return self._training_free(self.drafter, device)
         return StubProposer(self.drafter, K, vocab, texts)
+
+    def _training_free(self, method: str, device: torch.device) -> Proposer:
+        config = {"method": method, **TRAINING_FREE[method]}
+        if method == "suffix" and self.rule != "sample_match":
+            # drafts of earlier responses depend on who was first
+            config["suffix_decoding_max_cached_requests"] = 0
+        return parse_speculative_config(config).make_proposer(device)
 
 
 def _fitting(case: Case, vocab: int) -> Case:
@@ -247,7 +263,7 @@ def _configurations(
 
 GREEDY = _configurations(
     {
-        "drafter": ["off", *TRAINING_FREE, *STUBS, "fake", *FAMILIES],
+        "drafter": ["off", *TRAINING_FREE, *STUBS, "fake", *FAMILIES, *BESIDE],
         "attention": [*ATTENTION],
         "processors": ["none", "penalties", "masks", "ends"],
         "length": [*LENGTHS],
@@ -263,7 +279,7 @@ SAMPLED = _configurations(
     {
         "rule": ["auto", "token", "block", "sample_match", "traversal"],
         "processors": ["none", "filters", "penalties", "masks", "ends"],
-        "drafter": ["list", "lookahead", "sampled", "head", "block"],
+        "drafter": ["list", "lookahead", "sampled", "head", "block", "beside"],
         "attention": [*ATTENTION],
         "tree": ["chain", *TREES],
         "length": [*LENGTHS],
@@ -274,6 +290,7 @@ SAMPLED = _configurations(
         "list": ["ngram", "suffix", "random"],
         "head": ["eagle3", "mtp", "medusa", "fake", "draft_model", "eagle", "mlp"],
         "block": ["dflash", "dspark", "dflash2", "peagle"],
+        "beside": [*BESIDE],
     },
     without="gemma3",  # writes one text of four tokens nearly always
 )

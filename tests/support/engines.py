@@ -6,8 +6,14 @@ from typing import Any
 
 from draftsmith.inference import SamplingParams
 from draftsmith.inference.engine_options import EngineOptions
+from draftsmith.inference.entrypoints.loading import make_engine, model_limit
 from draftsmith.inference.entrypoints.speculative_config import parse_speculative_config
 from draftsmith.inference.entrypoints.text_generator import TextGenerator
+from draftsmith.inference.spec_decode.draft_length import DraftLength
+from draftsmith.inference.spec_decode.proposers.base import Proposer
+from draftsmith.inference.spec_decode.proposers.beside import HeadBesideProposer
+from draftsmith.inference.spec_decode.verification.rejection_sampler import AUTO
+from draftsmith.speculators.target.frozen_target import FrozenTarget
 from tests.support.drafters import TREES, FakeHead, StubProposer, random_eagle3
 from tests.support.tokenizers import byte_tokenizer
 
@@ -21,6 +27,34 @@ def make_llm(model: Any, **options: Any) -> TextGenerator:
     drafting = {name: options.pop(name) for name in DRAFTING & set(options)}
     parts = {"options": EngineOptions(**engine), "drafting": drafting}
     return TextGenerator.from_modules(model, **parts, **options)
+
+
+def head_beside(
+    target: FrozenTarget,
+    drafter: Any,
+    beside: Proposer,
+    length: DraftLength | None = None,
+    *,
+    rejection_sample_method: str = AUTO,
+    tokenizer: Any = None,
+    **options: Any,
+) -> TextGenerator:
+    """A generator whose head has a proposer beside it. `target`: with the drafter's taps; `length`:
+    None: the head is asked where the other has no draft."""
+    engine = {name: options.pop(name) for name in ENGINE & set(options)}
+    settings = EngineOptions(**engine)
+    limit = model_limit(target, settings.max_model_len, drafter)
+    proposer = HeadBesideProposer(
+        beside,
+        ("head", "beside"),
+        drafter.attach(target),
+        target,
+        settings.max_num_seqs,
+        limit,
+        **options,
+    )
+    made = make_engine(target, settings, limit, proposer, length, rejection_sample_method)
+    return TextGenerator(made, tokenizer)
 
 
 TRAINING_FREE = {

@@ -67,6 +67,8 @@ def test_further_options_are_those_of_the_drafters():
     assert _methods(["a"], None, tree)["a"] == {"model": "a", **tree}
     with raises_at(ConfigError, "--speculative-config"):
         _methods([], None, tree)
+    beside = _methods(["a"], None, {"with": "suffix"})["a"]
+    assert beside["suffix_decoding_max_cached_requests"] == 0  # so that repeats are alike
 
 
 def test_vocabulary_is_a_number_or_is_measured():

@@ -145,7 +145,11 @@ def _methods(
     folders, with `further` options. No text of an earlier repeat is drafted from. ConfigError: one
     is given twice, or there are options of drafters and no drafter."""
     from draftsmith.inference.entrypoints.speculative_config import sizes_of
-    from draftsmith.inference.spec_decode.proposers.methods import TRAINING_FREE, method_options
+    from draftsmith.inference.spec_decode.proposers.methods import (
+        TRAINING_FREE,
+        measured_beside,
+        method_options,
+    )
 
     if further and not drafters:
         raise ConfigError("options of a --drafter, and there is none", where="--speculative-config")
@@ -156,7 +160,7 @@ def _methods(
     for drafter in drafters:
         if drafter in methods:
             raise ConfigError("given twice, or the name of a method", where=f"--drafter {drafter}")
-        methods[drafter] = {"model": drafter, **further}
+        methods[drafter] = {"model": drafter, **measured_beside(further), **further}
         if k:
             methods[drafter] |= sizes_of(further, k)
     return methods

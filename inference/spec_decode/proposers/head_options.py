@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 from typing_extensions import override
 
 from draftsmith.inference.engine_options import option
 from draftsmith.inference.spec_decode.proposers.options import MethodOptions
 from draftsmith.inference.spec_decode.tree_shape import DynamicTree, StaticTree, TreeShape
+from draftsmith.inference.spec_decode.verification.rejection_sampler import (
+    AUTO,
+    SAMPLE_MATCH,
+    TRAVERSAL,
+)
 
 
 class HeadOptions(MethodOptions):
@@ -46,6 +51,18 @@ class HeadOptions(MethodOptions):
         None, "levels of that tree; default: as many as the drafter drafts in a row", ge=1
     )
 
+    with_: MethodOptions | None = Field(
+        None,
+        alias="with",
+        description="ngram or suffix, whose options may follow: drafts beside the head, which is"
+        " asked where that pays",
+    )
+
+    @override
+    @property
+    def beside(self) -> MethodOptions | None:
+        return self.with_
+
     @override
     @property
     def default_tokens(self) -> int | None:
@@ -76,6 +93,25 @@ class HeadOptions(MethodOptions):
             raise ValueError(
                 f"num_speculative_tokens is {self.num_speculative_tokens}, but"
                 f" speculative_token_tree has {tree.budget} choices; expected the same number"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_beside(self) -> HeadOptions:
+        if self.beside is None:
+            return self
+        if self.tree is not None:
+            raise ValueError("with: chains are drafted beside chains; leave the tree out")
+        if self.enable_adaptive_verification:
+            raise ValueError(
+                "with chooses by cost who drafts, and the head then drafts all of"
+                " num_speculative_tokens; leave enable_adaptive_verification out"
+            )
+        if self.rejection_sample_method == TRAVERSAL:
+            raise ValueError(
+                f"rejection_sample_method {TRAVERSAL!r} needs drafts that were sampled, and those"
+                f" of {self.beside.method} are deterministic; expected {AUTO}, {SAMPLE_MATCH} or a"
+                " rule for chains"
             )
         return self
 

@@ -6,7 +6,10 @@ Imports no torch: command lines list the methods in their help."""
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel
 
 from draftsmith.speculators.errors import ConfigError
 
@@ -42,6 +45,22 @@ def method_options(method: str) -> type[MethodOptions]:
     return getattr(importlib.import_module(module), name)
 
 
+def measured_beside(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of an evaluation of the method that `options` of a head put beside it, if any."""
+    beside = options.get("with")
+    return {} if beside is None else method_options(beside).measured
+
+
+def beside_heads() -> list[str]:
+    """The methods that may draft beside a trained head."""
+    return [name for name in TRAINING_FREE if method_options(name).beside_heads]
+
+
+def option_names(kind: type[BaseModel]) -> list[str]:
+    """The names of the options of a class, as they are given."""
+    return [field.alias or name for name, field in kind.model_fields.items()]
+
+
 def owners(option: str) -> list[str]:
     """The methods that have this option."""
-    return [name for name in methods() if option in method_options(name).model_fields]
+    return [name for name in methods() if option in option_names(method_options(name))]

@@ -78,6 +78,7 @@ class NgramProposer(Proposer):
 class NgramOptions(MethodOptions):
     """The options of `speculative_config` for the latest n-gram that matches."""
 
+    beside_heads: ClassVar[bool] = True
     measured: ClassVar[dict[str, Any]] = {"prompt_lookup_min": 2, "prompt_lookup_max": 4}
     vllm: ClassVar[dict[str, Any] | None] = measured
     sglang_algorithm: ClassVar[str | None] = "NGRAM"

@@ -26,6 +26,8 @@ class MethodOptions(BaseModel):
     """What `speculative_config` may hold. This class alone is drafting off (method None).
 
     trained            the method needs the folder of a drafter
+    beside_heads       it may draft beside a trained head (`with`): chains, at next to no cost, each
+                       draft with a confidence
     measured           options of an evaluation, spelled out since other engines' defaults differ
     vllm               options of vLLM's speculative_config beside method and number; None: vLLM
                        has no such method
@@ -37,6 +39,7 @@ class MethodOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
     trained: ClassVar[bool] = False
+    beside_heads: ClassVar[bool] = False
     measured: ClassVar[dict[str, Any]] = {}
     vllm: ClassVar[dict[str, Any] | None] = None
     vllm_note: ClassVar[str] = ""
@@ -74,6 +77,11 @@ class MethodOptions(BaseModel):
         return None
 
     @property
+    def beside(self) -> MethodOptions | None:
+        """The method that drafts beside this one; None: it drafts alone."""
+        return None
+
+    @property
     def fixed_shape(self) -> bool:
         """True if neither the number of its drafts nor their tree can adapt."""
         return self.tree is not None
@@ -107,7 +115,8 @@ class MethodOptions(BaseModel):
                 )
             object.__setattr__(self, "num_speculative_tokens", self.default_tokens)
         self._check_schedule()
-        if self.adaptive_verification_costs is not None and not self.enable_adaptive_verification:
+        by_costs = self.enable_adaptive_verification or self.beside is not None
+        if self.adaptive_verification_costs is not None and not by_costs:
             raise ValueError(
                 "adaptive_verification_costs is given, but enable_adaptive_verification is not true"
             )

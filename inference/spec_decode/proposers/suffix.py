@@ -184,6 +184,7 @@ class SuffixProposer(Proposer):
 class SuffixOptions(MethodOptions):
     """The options of `speculative_config` for the suffixes of texts that were served."""
 
+    beside_heads: ClassVar[bool] = True
     # no text of earlier requests, so that the order of the prompts does not matter
     measured: ClassVar[dict[str, Any]] = {"suffix_decoding_max_cached_requests": 0}
     vllm: ClassVar[dict[str, Any] | None] = {}

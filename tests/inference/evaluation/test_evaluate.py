@@ -31,6 +31,7 @@ from draftsmith.inference.model_runner.model_runner import ModelRunner
 from draftsmith.inference.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from draftsmith.inference.report.measurement import compare_expected
 from draftsmith.inference.report.schema import SuiteFacts
+from draftsmith.inference.report.table import notes
 from draftsmith.inference.sampling.sampler import probabilities
 from draftsmith.speculators.errors import ConfigError, DataError
 from draftsmith.speculators.export import load_drafter
@@ -269,6 +270,20 @@ def test_lengths_that_adapt_and_trees_are_measured(further, nodes, levels, folde
         assert cell.expected is None and len(cell.num_accepted_tokens_per_pos) == levels
         per_round = cell.num_draft_tokens / cell.num_drafts
         assert 0 < per_round < K if further is ADAPTIVE else nodes / 2 < per_round <= nodes
+
+
+@pytest.mark.slow
+def test_a_method_beside_the_head_is_measured_and_its_rounds_are_reported(folders) -> None:
+    """In an evaluation it drafts from no earlier response."""
+    costs = ADAPTIVE["adaptive_verification_costs"]
+    further = {"with": "suffix", "adaptive_verification_costs": costs}
+    settings = replace(SMALL, speculative_config=further, repeats=0, max_tokens=20)
+    report = evaluate(*folders, {"one": some_prompts(3)}, settings)
+    assert report.summary["lossless_mismatches"] == 0
+    (cell,) = [cell for cell in report.pooled() if cell.temperature == 0]
+    assert set(cell.num_drafts_by_method) == {"eagle3", "suffix"}
+    assert sum(cell.num_drafts_by_method.values()) == cell.num_drafts
+    assert any("drafted by" in line and "suffix in" in line for line in notes(report))
 
 
 def test_further_options_do_not_name_another_drafter(folders) -> None:
