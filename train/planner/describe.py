@@ -9,6 +9,7 @@ from rich.filesize import decimal as size_text
 from rich.markup import escape
 from rich.table import Table
 
+from draftsmith.speculators.options import AUTO
 from draftsmith.train.planner.plan import Parts, Phase, Plan, StagePlan
 
 Lines = Sequence[tuple[str, str]]
@@ -61,10 +62,18 @@ def _models(stage: StagePlan) -> Lines:
         ("target", f"{t.name_or_path}: {t.num_parameters:,} parameters, {t.dtype}"),
         ("taps", f"{list(d.tap_layers)} (0: embedding output, i: output of layer i-1)"),
         ("drafter", f"{d.describe()}; {stage.trainable:,} trained parameters"),
-        ("draft vocabulary", f"{d.draft_vocab_size:,} of {d.vocab_size:,} tokens"),
+        ("draft vocabulary", _vocabulary(stage)),
         ("starts from", recipe.drafter.init_from or recipe.drafter.start),
         ("features", features),
     ]
+
+
+def _vocabulary(stage: StagePlan) -> str:
+    """How many tokens are scored; where that is measured first, the plan is of all."""
+    d = stage.drafter
+    if getattr(stage.recipe.drafter, "draft_vocab_size", None) == AUTO:
+        return f"auto: as many of {d.vocab_size:,} tokens as are fastest; planned with all"
+    return f"{d.draft_vocab_size:,} of {d.vocab_size:,} tokens"
 
 
 def _training(stage: StagePlan, plan: Plan) -> Lines:

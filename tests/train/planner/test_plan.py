@@ -268,6 +268,11 @@ def test_dry_run_names_the_start_that_the_recipe_has(recipe_file):
     assert "least_squares" not in call("train", recipe_file, "--dry-run")[1]
 
 
+def test_plan_of_a_vocabulary_that_is_measured_is_of_all_tokens(recipe_file):
+    output = call("train", recipe_file, "--dry-run", "drafter.draft_vocab_size=auto")[1]
+    assert "as many of 4,096 tokens" in output
+
+
 def test_dry_run_speaks_of_the_budget_that_the_recipe_has(recipe_file):
     options = ("training.steps=null", "training.max_minutes=7")
     output = call("train", recipe_file, "--dry-run", *options)[1]
