@@ -150,15 +150,15 @@ class _Emulation:
             self._launched = before
 
     @contextlib.contextmanager
-    def one_launch(self, name: str) -> Iterator[None]:
-        """What runs inside stands for one kernel, or for one compiled function."""
+    def one_launch(self, name: str, kernels: int = 1) -> Iterator[None]:
+        """What runs inside stands for one kernel, or for a compiled function of several."""
         before, self._launched = self._launched, None
         try:
             yield
         finally:
             self._launched = before
             if before is not None:
-                before[name] += 1
+                before[name] += kernels
 
     def launched(self, func: Any) -> None:
         """Counts an operation, if it is the device's."""

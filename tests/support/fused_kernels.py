@@ -11,9 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._dynamo import lookup_backend
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from draftsmith.speculators import kernels
 from draftsmith.speculators.layers import flex_attention
+from draftsmith.train.losses import chunked
 from tests.support.attention_cases import visible
 
 
@@ -33,6 +35,64 @@ def stand_in_for_attention(emulation: Any, patch: Any) -> None:
     patch.setattr(flex_attention, "serves", lambda query, value: True)
     patch.setattr(flex_attention, "block_mask", block_mask)
     patch.setattr(flex_attention, "merged_attention", merged)
+
+
+# That torch's compiler writes for a CPU, and products of matrices: of a block of rows with the loss
+# forward_kl; of a layer of EAGLE-3 before and after its attention, forward and backward.
+KERNELS = {"score": 15, "before": 30 + 9, "after": 15 + 12}
+
+
+def stand_in_for_compilers(emulation: Any, patch: Any) -> None:
+    """The objective and layers run eager, and count as the kernels of KERNELS."""
+
+    def compiled(part: str, function: Any) -> Any:
+        return score if part == "objective" else partial(_of_layers, emulation, function)
+
+    def score(*arguments: Any) -> Any:
+        with emulation.one_launch("score", KERNELS["score"]):
+            return chunked.score(*arguments)
+
+    patch.setattr(kernels, "serves", lambda part, device: True)
+    patch.setattr(kernels, "compiled", compiled)
+
+
+def _of_layers(emulation: Any, function: Any, layer: Any, *arguments: Any) -> Any:
+    inputs, structure = tree_flatten(arguments)
+    parameters = list(layer.parameters())
+
+    def work(values: Sequence[Any]) -> Any:
+        return function(layer, *tree_unflatten(list(values), structure))
+
+    return _Counted.apply(emulation, function.__name__, work, len(inputs), *inputs, *parameters)
+
+
+class _Counted(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, emulation: Any, name: str, work: Any, count: int, *tensors: Any) -> Any:
+        ctx.emulation = emulation
+        ctx.name = name
+        ctx.work = work
+        ctx.count = count
+        ctx.tensors = tensors
+        with emulation.one_launch(name, KERNELS[name]):
+            return work(tensors[:count])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        trained = [i for i, needed in enumerate(ctx.needs_input_grad[4:]) if needed]
+        leaves = list(ctx.tensors)
+        with ctx.emulation.one_launch(ctx.name, 0), torch.enable_grad():
+            for i in trained:
+                if i < ctx.count:
+                    leaves[i] = leaves[i].detach().requires_grad_()
+            results = ctx.work(leaves[: ctx.count])
+            results = results if isinstance(results, tuple) else (results,)
+            pairs = [pair for pair in zip(results, gradients) if pair[0].requires_grad]
+            outputs, starts = zip(*pairs, strict=True)
+            wanted = [leaves[i] for i in trained]
+            grads = torch.autograd.grad(outputs, wanted, starts, allow_unused=True)
+        of_inputs = dict(zip(trained, grads, strict=True))
+        return None, None, None, None, *(of_inputs.get(i) for i in range(len(leaves)))
 
 
 @contextmanager
