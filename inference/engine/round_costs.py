@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from time import perf_counter
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -25,22 +27,48 @@ MAX_REPEATS = 9
 Part = tuple[str, int]  # "verify" or "draft", and the number of drafts
 
 
+class RoundSeconds(NamedTuple):
+    """plain: V(1), a step without drafts; verification: V(K + 1); drafts: D(K)."""
+
+    plain: float
+    verification: float
+    drafts: float
+
+
+@torch.inference_mode()
 def measure_costs(engine: Engine) -> None:
     """Times rounds of 1, 2, 4, … rows, up to as many as the engine has, for a draft length that
     goes by their costs; nothing for others. While no request waits or runs."""
     if engine.proposer is None or not engine.draft_length.needs_costs:
         return
-    sizes = sizes_to_measure(engine.options.max_num_seqs)
-    engine.draft_length.use_costs(CostsBySize({size: costs_at(engine, size) for size in sizes}))
+    by_size = {}
+    for size in sizes_to_measure(engine.options.max_num_seqs):
+        with _rehearsal(engine, size) as rows:
+            by_size[size] = _costs_of(engine.runner, engine.proposer, rows)
+    engine.draft_length.use_costs(CostsBySize(by_size))
 
 
 @torch.inference_mode()
-def costs_at(engine: Engine, size: int) -> RoundCosts:
-    """The costs of rounds of `size` rows in an engine that drafts. While no request waits or
-    runs."""
-    assert engine.proposer is not None, "an engine that drafts nothing has no such costs"
-    with engine.rehearsal(size, min(CONTEXT, engine.max_model_len // 2)) as rows:
-        return _costs_of(engine.runner, engine.proposer, rows)
+def time_round(engine: Engine, size: int) -> RoundSeconds:
+    """The parts of a round of `size` rows with all drafts, while no request waits or runs. Each is
+    as it was timed: `measure_costs` makes costs rise with the length, and a CPU may be slower at 3
+    tokens than at 5."""
+    proposer = engine.proposer
+    assert proposer is not None, "an engine that drafts nothing has no such round"
+    k = proposer.num_speculative_tokens
+    with _rehearsal(engine, size) as rows:
+        parts: dict[Part, Callable[[], object]] = {
+            ("verify", drafts): partial(engine.runner.rehearse, size, 1 + drafts)
+            for drafts in (0, k)
+        }
+        parts["draft", k] = partial(proposer.rehearse, rows, k)
+        seconds = _least_seconds(parts)
+    return RoundSeconds(seconds["verify", 0], seconds["verify", k], seconds["draft", k])
+
+
+def _rehearsal(engine: Engine, size: int) -> AbstractContextManager[list[Request]]:
+    """`size` rows of CONTEXT tokens."""
+    return engine.rehearsal(size, min(CONTEXT, engine.max_model_len // 2))
 
 
 def _costs_of(runner: ModelRunner, proposer: Proposer, rows: Sequence[Request]) -> RoundCosts:

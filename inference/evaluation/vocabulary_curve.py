@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from draftsmith.inference.engine.round_costs import costs_at
+from draftsmith.inference.engine.round_costs import time_round
 from draftsmith.inference.engine_options import EngineOptions
 from draftsmith.inference.entrypoints.draft_vocabulary import (
     SIZE,
@@ -109,10 +109,10 @@ def measure_prices(
                 target, drafter=drafter, drafting={"num_speculative_tokens": k}, options=options
             )
             generator.warm_up(longest=options.max_model_len)
-            costs = costs_at(generator.engine, rows)
-            plain.append(costs.verify[0])
-            verification.append(costs.verify[k])
-            drafts.setdefault(size, []).append(costs.draft[k])
+            seconds = time_round(generator.engine, rows)
+            plain.append(seconds.plain)
+            verification.append(seconds.verification)
+            drafts.setdefault(size, []).append(seconds.drafts)
     step = min(plain)
     return {
         size: RoundPrice(min(times) / step, (min(verification) + min(times)) / step)

@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from draftsmith.inference import LLM, SamplingParams
+from draftsmith.inference.engine import round_costs
+from draftsmith.inference.engine.round_costs import RoundSeconds, time_round
 from draftsmith.inference.entrypoints.prompts import Prompt
 from draftsmith.inference.entrypoints.speculative_config import parse_speculative_config
 from draftsmith.inference.evaluation import side_by_side, vocabulary_curve
@@ -22,7 +24,8 @@ from draftsmith.inference.evaluation.vocabulary_curve import (
     measure_prices,
     sizes_to_try,
 )
-from draftsmith.inference.spec_decode.costs import RoundCosts
+from draftsmith.inference.model_runner.model_runner import ModelRunner
+from draftsmith.inference.spec_decode.proposers.head import HeadProposer
 from draftsmith.inference.spec_decode.replay import ReplayResult
 from draftsmith.speculators.errors import ConfigError
 from draftsmith.speculators.export import export_drafter, load_drafter
@@ -86,20 +89,28 @@ def test_price_is_of_the_least_times_in_plain_steps(counted, monkeypatch):
     """Of two sweeps the first is slow at one size and the second at all others."""
     slow = iter([1.0, 3.0, 1.0, 1.0, 2.0, 1.0, 2.0, 2.0])
 
-    def costs(engine, rows):
+    def seconds(engine, rows):
         times = next(slow)
         size = engine.proposer._drafter.config.draft_vocab_size
         assert rows == 2 and engine.proposer.num_speculative_tokens == K
-        verify = [0.1 * times] * K + [0.15 * times]
-        return RoundCosts(verify, [0.0, 0.0, 0.0, 0.001 * size * times])
+        return RoundSeconds(0.1 * times, 0.15 * times, 0.001 * size * times)
 
-    monkeypatch.setattr(vocabulary_curve, "costs_at", costs)
+    monkeypatch.setattr(vocabulary_curve, "time_round", seconds)
     sizes = sizes_of(counted)
     prices = measure_prices(sizes.drafters, sizes.target, K, 2)
     assert list(prices) == SIZES
     for size, price in prices.items():
         assert math.isclose(price.drafts, 0.01 * size)
         assert math.isclose(price.whole, 1.5 + price.drafts)
+
+
+def test_round_is_timed_at_one_token_and_at_all_drafts(counted, monkeypatch):
+    """Each of its parts takes as many seconds as it was given tokens."""
+    monkeypatch.setattr(round_costs, "_least_seconds", lambda parts: {p: parts[p]() for p in parts})
+    monkeypatch.setattr(ModelRunner, "rehearse", lambda runner, rows, tokens: rows * tokens)
+    monkeypatch.setattr(HeadProposer, "rehearse", lambda proposer, rows, depth: len(rows) * depth)
+    llm = LLM(counted[0], speculative_config=config_of(counted[1]), max_num_seqs=2)
+    assert time_round(llm.engine, 2) == RoundSeconds(2, 2 * (K + 1), 2 * K)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
