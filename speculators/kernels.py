@@ -29,6 +29,9 @@ PARTS = {
 CAPABILITY = (7, 0)  # compute capability that Triton asks for
 # Of one function: sizes of 1 have graphs of their own, as have layers that differ in their widths.
 MOST_GRAPHS = 64
+# Numbers in the tensor that a function reads: with fewer, a training is over before it has saved
+# the minute that compiling takes.
+LEAST_NUMBERS = 1 << 23
 COMPILERS = ("torch._dynamo", "torch._inductor", "torch._functorch", "triton")
 
 
@@ -84,10 +87,12 @@ def log_once(reason: str) -> None:
 
 
 def on_device(
-    part: str, function: Callable[..., Result], device: torch.device
+    part: str, function: Callable[..., Result], read: torch.Tensor
 ) -> Callable[..., Result]:
-    """`function` of a part, compiled where the device serves it."""
-    return compiled(part, function) if serves(part, device) else function
+    """`function` of a part, compiled where `read`, its largest tensor, is large and
+    on a device that serves the part."""
+    compiles = read.numel() >= LEAST_NUMBERS and serves(part, read.device)
+    return compiled(part, function) if compiles else function
 
 
 @cache

@@ -180,8 +180,8 @@ class DecoderLayer(nn.Module):
         before: Callable[..., tuple[Tensor, ...]] = DecoderLayer.before
         after: Callable[..., Tensor] = DecoderLayer.after
         if torch.is_grad_enabled():
-            before = kernels.on_device("layers", before, inputs[0].device)
-            after = kernels.on_device("layers", after, inputs[0].device)
+            before = kernels.on_device("layers", before, inputs[0])
+            after = kernels.on_device("layers", after, inputs[0])
         residual, *projected = before(self, queries, rotary, *inputs)
         attended = attend(*projected, self.self_attn.scale)  # [B, h, T or M, d]
         if queries is not None and not queries.shape[1]:

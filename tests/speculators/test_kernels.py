@@ -57,3 +57,10 @@ def test_a_backward_pass_that_cannot_be_compiled_names_the_setting_and_others_do
         raise failure
     with pytest.raises(ZeroDivisionError), kernels.of_compilers():
         raise ZeroDivisionError
+
+
+def test_what_reads_little_is_not_compiled(monkeypatch):
+    monkeypatch.setattr(kernels, "serves", lambda part, device: True)
+    monkeypatch.setattr(kernels, "LEAST_NUMBERS", 4)
+    assert kernels.on_device("layers", torch.sin, torch.zeros(3)) is torch.sin
+    assert kernels.on_device("layers", torch.sin, torch.zeros(4)) is not torch.sin

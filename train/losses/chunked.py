@@ -296,7 +296,7 @@ def walk_chunk(
     gradient = None
     if trains:  # a block reads its logits before it writes its gradient, and no other reads them
         gradient = values if may_overwrite(logits) else torch.empty_like(values)
-    scores = kernels.on_device("objective", score, values.device)
+    scores = kernels.on_device("objective", score, values)
     with torch.no_grad(), torch.autocast(states.device.type, enabled=False):
         target = 0  # of the chunk: the first of the block
         row = 0
