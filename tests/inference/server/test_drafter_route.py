@@ -13,8 +13,9 @@ import httpx2
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch._dynamo.utils import counters
 
-from draftsmith.inference import LLM
+from draftsmith.inference import LLM, SamplingParams
 from draftsmith.inference.engine.engine import Engine
 from draftsmith.inference.entrypoints.llm import engine_with_drafter
 from draftsmith.inference.server import app
@@ -214,6 +215,26 @@ def test_engine_that_would_run_eager_beside_a_compiled_one_is_refused(folders, h
     monkeypatch.setattr(Engine, "compiles", property(lambda engine: engine is llm.engine))
     with raises_at(ConfigError, f"drafter {heads / 'new'}"):
         engine_with_drafter(llm, heads / "new")
+
+
+@pytest.mark.slow
+def test_new_drafter_is_warm_before_its_first_request(folders, heads):
+    """No text has a round that is compiled anew, whatever its length and the rows beside it."""
+    torch._dynamo.reset()
+    counters.clear()
+    traced = {"mode": 3, "backend": "eager"}  # all of compiling but the code generator
+    llm = load(folders, heads / "old", compilation_config=traced, max_num_seqs=2)
+    llm.warm_up()
+    before = counters["stats"]["unique_graphs"]
+    llm.engine = engine_with_drafter(llm, heads / "new")
+    warm = counters["stats"]["unique_graphs"]
+    assert warm > before and llm.get_metrics().num_drafts == 0
+    for prompts in ([[7]], [[9] * 60, [5, 6, 7]]):
+        params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (60, 9)]
+        inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+        llm.generate(inputs, params[: len(prompts)], use_tqdm=False)
+    assert llm.get_metrics().num_drafts > 0
+    assert counters["stats"]["unique_graphs"] == warm
 
 
 def test_route_is_off_by_default_and_asks_for_the_key(serving, folders, heads, url):
