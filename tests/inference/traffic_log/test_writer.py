@@ -80,6 +80,18 @@ def test_wants_is_false_for_what_write_leaves_out(tmp_path):
     assert log.wants(NOW, 0.2) and log.wants(NOW + 3600, 0.45)
 
 
+def test_samples_of_slices_that_are_long_over_are_forgotten(tmp_path, clock):
+    """The writer of a server that runs for years holds those of some hours."""
+    log = writer(tmp_path, log_samples=1)
+    log.write(exchange(key=0.1))
+    clock.now = NOW + 2 * 3600
+    log.remove_old()
+    assert not log.wants(NOW, 0.2)  # an exchange may be late
+    clock.now += 1
+    log.remove_old()
+    assert log.wants(NOW, 0.2)
+
+
 def test_files_are_for_their_owner_alone(tmp_path):
     log = writer(tmp_path / "log")
     log.write(exchange())
