@@ -15,14 +15,17 @@ from rich.console import Console
 from draftsmith.inference.evaluation.expected_acceptance import expected_acceptance
 from draftsmith.inference.metrics import SpecDecodeCounters
 from draftsmith.inference.progress import Stages
+from draftsmith.inference.report.schema import save_report
 from draftsmith.inference.spec_decode.replay import ReplayResult
 from draftsmith.inference.traffic_log.records import LoggedCounters, LoggedExchange
+from draftsmith.speculators.digests import weights_sha256
 from draftsmith.speculators.export import load_drafter
 from draftsmith.speculators.target.frozen_target import FrozenTarget
 from draftsmith.train.pipeline.drift import DriftSettings, drift
 from draftsmith.train.pipeline.refresh import REPORT
 from draftsmith.train.recipe.load import load_recipe
 from tests.support.cli import call, refused
+from tests.support.reports import make_report
 from tests.support.traffic import write_counters, write_log
 
 HOUR = 3600.0
@@ -147,6 +150,30 @@ def test_what_a_refresh_trained_on_is_not_measured(recipe, run, exchanges, log):
     assert code == 0 and [row[3] for row in rows(output)] == ["1.450", "1.450"], output
     (run / REPORT).write_text(json.dumps(report | {"exported": False}))
     assert call("drift", recipe, "--log", folder, "--sample", 0)[0] == 1
+
+
+@pytest.mark.integration
+def test_head_that_was_not_refreshed_is_held_to_its_own_prompts(recipe, run, exchanges, log):
+    """By a report of these very weights, at as many drafts a round."""
+    served_since(run, 0.0)
+    command = ("drift", recipe, "--sample", 0, "--log", log(counted(exchanges, 8)))
+    report = make_report()
+    right = {"drafter_weights_sha256": weights_sha256(run / "export"), "num_speculative_tokens": 2}
+
+    def measured(**changes: object) -> None:
+        provenance = report.provenance.model_copy(update=right | changes)
+        changed = report.model_copy(update={"provenance": provenance})
+        save_report(changed, run / "acceptance.json")
+
+    measured()
+    code, output = call(*command)
+    assert code == 1 and "below its own prompts' at T = 1 in acceptance.json" in output, output
+    for other in ({"drafter_weights_sha256": "0" * 64}, {"num_speculative_tokens": 3}):
+        measured(**other)
+        assert "nothing to compare" in refused(*command)
+    measured()
+    (run / REPORT).write_text(json.dumps({"exported": False, "slice": {"judged_since": 0.0}}))
+    assert "nothing to compare" in refused(*command)
 
 
 @pytest.mark.integration
