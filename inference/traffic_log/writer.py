@@ -119,8 +119,9 @@ class LogWriter:
 
 
 def _append_whole(path: Path, heading: bytes, line: bytes) -> None:
-    """One write: it is there after a kill. A file that is new, or was removed, begins with the
-    heading."""
+    """One write: it is there after a kill, and of one that was killed within it at most a beginning
+    without its end, which the reader leaves out. A file that is new, or was removed, begins with
+    the heading."""
     file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, PRIVATE_FILE)
     try:
         size = os.fstat(file).st_size

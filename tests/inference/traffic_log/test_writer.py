@@ -154,12 +154,13 @@ def test_folder_that_is_a_file_is_refused(tmp_path):
 
 @pytest.mark.integration
 def test_killed_writer_has_lost_nothing(tmp_path):
+    """Of what was written; the line in whose writing it was killed may be there by half."""
     process = PythonProcess("-c", KILLED, tmp_path)
     written = [int(process.stdout.readline()) for _ in range(200)]
     process.send_signal(signal.SIGKILL)
     process.wait()
     torn: list[Path] = []
     read = [one.token_ids[0] for one in read_log(tmp_path, torn=torn)]
-    assert read[:200] == written and read == list(range(len(read))) and not torn
+    assert read[:200] == written and read == list(range(len(read))) and len(torn) <= 1
     LogWriter(tmp_path, LogOptions()).write(exchange(NOW + 3000))
     assert len(list(read_log(tmp_path))) == len(read) + 1
