@@ -32,6 +32,15 @@ def test_clusters_are_the_topics_by_their_size():
     assert cluster_prompts(texts, 3) == clusters
 
 
+def test_words_of_most_prompts_decide_nothing():
+    """However often a prompt has them."""
+    texts, topics = prompts()
+    for i, text in enumerate(texts):
+        for word in range(50, 56):
+            text += [word] * (0 if (i + word) % 6 == 0 else 20)
+    assert cluster_prompts(texts, 3).labels == topics
+
+
 def test_token_of_few_prompts_names_no_cluster():
     """However much it is that cluster's own."""
     texts, topics = prompts()
