@@ -113,7 +113,7 @@ def test_compiled_objective_and_layers_give_the_losses_of_eager_ones(
 ) -> None:
     """With no more memory; on a CPU both are eager."""
     peaks, steps = [], []
-    for parts in ("attention", "attention,objective,layers"):
+    for compiled, parts in enumerate(("attention", "attention,objective,layers")):
         monkeypatch.setenv("DRAFTSMITH_KERNELS", parts)
         trainer = make_trainer(shapes, device, tmp_path)
         began = time.perf_counter()
@@ -127,7 +127,8 @@ def test_compiled_objective_and_layers_give_the_losses_of_eager_ones(
         peaks.append(peak)
         seconds = steps[-1][0]
         first = whole - seconds * shapes.steps
-        report(parts=parts, step_seconds=seconds, first_step_seconds=first, peak_gb=peak / 1e9)
+        times = {"step_seconds": seconds, "first_step_seconds": first}
+        report(compiled=compiled, peak_gb=peak / 1e9, **times)
         del trainer
         free_memory()
     assert steps[1][1] == pytest.approx(steps[0][1], rel=2e-2)
