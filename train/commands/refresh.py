@@ -35,6 +35,10 @@ class RefreshOptions:
             help="Part of the supervised tokens from the data that the head was trained on.",
         ),
     ] = 0.3
+    rate: Annotated[
+        float,
+        typer.Option(min=0.001, max=1, help="Part of the recipe's learning rates to train at."),
+    ] = 0.3
     served_model_name: ServedNames = None
     undo: Annotated[bool, typer.Option("--undo", help="Bring the head before back.")] = False
 
@@ -62,6 +66,7 @@ def run(options: RefreshOptions) -> None:
         days=options.days,
         minutes=options.minutes,
         share=options.share,
+        rate=options.rate,
         names=tuple(options.served_model_name or ()),
     )
     try:

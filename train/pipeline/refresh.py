@@ -88,6 +88,8 @@ class RefreshSettings:
     days     that the slice reaches back from the newest exchange
     minutes  of training
     share    of the supervised tokens that are of the data the head was trained on
+    rate     of the recipe's learning rates: those are for a head that begins, and in the steps of a
+             refresh they undo more than they teach
     names    of the target as the server calls it, beside those that the recipe gives it
     """
 
@@ -95,6 +97,7 @@ class RefreshSettings:
     days: float = 1.0
     minutes: float = 20.0
     share: float = 0.3
+    rate: float = 0.3
     names: tuple[str, ...] = ()
 
 
@@ -168,7 +171,7 @@ class _Refresh:
         part = self._slice()
         _require_enough(part)
         choice = _of_common_sampling(part.choice)
-        derived = derived_recipe(self.recipe, self.work, self.settings.minutes, choice[0].sampling)
+        derived = derived_recipe(self.recipe, self.work, self.settings, choice[0].sampling)
         set_seed(derived.training.seed)
 
         def prepare(recipe: Recipe, target: WholeTarget, *_: Any) -> TrainingData:
@@ -332,16 +335,19 @@ class _Refresh:
 # ------------------------------------------------------------- pure functions
 
 
-def derived_recipe(recipe: Recipe, work: Path, minutes: float, sampling: Sampling) -> Recipe:
+def derived_recipe(
+    recipe: Recipe, work: Path, settings: RefreshSettings, sampling: Sampling
+) -> Recipe:
     """The recipe of a refresh: that of the run, or of its last stage, which starts from the export
-    with a budget of minutes. `sampling`: of the texts that choose the best checkpoint."""
+    with a budget of minutes, at `settings.rate` of its learning rates. `sampling`: of the texts
+    that choose the best checkpoint."""
     start = Path(recipe.output_dir) / EXPORT
     head = read_drafter_config(start, recipe.target.sketch().num_layers).model_dump(mode="json")
     tree = recipe.model_dump(mode="json")
     drafter = {key: v for key, v in tree["drafter"].items() if key not in STARTS}
     tree["drafter"] = {key: head.get(key, v) for key, v in drafter.items()}
     tree["drafter"]["init_from"] = str(start)
-    tree["training"] |= {"steps": None, "epochs": None, "max_minutes": minutes}
+    tree["training"] |= {"steps": None, "epochs": None, "max_minutes": settings.minutes}
     tree["training"] |= {"eval_every": None, "save_every": None}
     tree["evaluation"] |= {
         "temperatures": [sampling.temperature],
@@ -351,7 +357,18 @@ def derived_recipe(recipe: Recipe, work: Path, minutes: float, sampling: Samplin
     tree["export"]["push_to_hub"] = None
     tree |= {"name": f"{recipe.name}/refresh", "output_dir": str(work)}
     tree |= {"on_policy": None, "stages": [], "gates": {}, "trackers": []}
-    return type(recipe).model_validate(tree).resolved()
+    return at_rate(type(recipe).model_validate(tree).resolved(), settings.rate)
+
+
+def at_rate(recipe: Recipe, rate: float) -> Recipe:
+    """The recipe, resolved, with `rate` times its learning rates."""
+    training = recipe.training
+    rates = {
+        "learning_rate": training.learning_rate,
+        "muon_learning_rate": training.muon_learning_rate,
+    }
+    scaled = {key: rate * value for key, value in rates.items() if value is not None}
+    return recipe.model_copy(update={"training": training.model_copy(update=scaled)})
 
 
 def mixed(
