@@ -70,6 +70,8 @@ def _with_method_beside(options: Mapping[str, Any]) -> dict[str, Any]:
 def _validated(kind: type[MethodOptions], options: Mapping[str, Any]) -> MethodOptions:
     try:
         return kind.model_validate(options)
+    except ConfigError as error:
+        raise ConfigError(f"{error}", where="speculative_config") from None
     except ValidationError as error:
         raise ConfigError(faults_of(error, kind), where="speculative_config") from error
 
