@@ -104,7 +104,7 @@ def suites(_: dict[str, Any]) -> Rows:
 
 
 def methods(results: dict[str, Any]) -> Rows:
-    """The JSON of `draftsmith try` -> a row per method."""
+    """The JSON of `draftsmith try` -> a row per method or drafter."""
     rows = [["method", "τ", "tokens per forward", "tokens/s", "speedup", "same text"]]
     for name, result in results.items():
         if name in ("versions", "arguments"):
@@ -116,7 +116,7 @@ def methods(results: dict[str, Any]) -> Rows:
         off = name == "default"
         rows.append(
             [
-                "drafting off" if off else f"`{name}`",
+                "drafting off" if off else f"`{drafter_name(name)}`",
                 "–" if off else number(cell["acceptance_length"]),
                 "–" if off else number(cell["tokens_per_forward"]),
                 number(result["timings"]["tokens_per_second"], 0),
@@ -125,6 +125,12 @@ def methods(results: dict[str, Any]) -> Rows:
             ]
         )
     return rows
+
+
+def drafter_name(name: str) -> str:
+    """Of a run's export, its run; else as it is."""
+    path = Path(name)
+    return path.parent.name if path.name == "export" else name
 
 
 def engines(report: dict[str, Any]) -> Rows:
@@ -311,6 +317,17 @@ draftsmith evaluate --model runs/smollm2-135m-instruct/model \\
   --engine draftsmith --engine vllm --out {OUT}/peers_minutes"""
 
 
+# Every head of a few minutes, beside what needs none.
+DRAFTERS = f"""for head in mlp draft_model dspark medusa; do
+  python scripts/minutes.py --family $head --variant default --minutes 8 --broad {BROAD}
+done
+python scripts/minutes.py --variant least_squares_depths_2 --minutes 20 --broad {BROAD}
+heads=$(printf -- "--drafter {OUT}/minutes/%s/export " eagle3-least_squares_depths_2-20-0 \\
+  mlp-default-8-0 draft_model-default-8-0 dspark-default-8-0 medusa-default-8-0)
+draftsmith try --model runs/smollm2-135m-instruct/model $heads --prompts {PROMPTS} \\
+  --num-prompts 4 -k 4 --max-tokens 64 --repeats 1 --json {OUT}/drafters.json"""
+
+
 @dataclass(frozen=True)
 class SourcesTarget:
     """A target whose trainer is timed by the source of its features.
@@ -425,6 +442,13 @@ BENCHES = {
         f"draftsmith try --model {TARGET} --drafter {HEAD} --prompts {PROMPTS}"
         f" --json {OUT}/methods.json",
         f"{OUT}/methods.json",
+        methods,
+    ),
+    "drafters": Bench(
+        "Drafters of SmolLM2-135M-Instruct side by side on their own kind of prompts, K = 4,"
+        " greedy, one request at a time",
+        DRAFTERS,
+        f"{OUT}/drafters.json",
         methods,
     ),
     "engines": Bench(

@@ -17,10 +17,12 @@ from tests.support.reports import in_engine, make_measurement, make_report
 
 def test_methods_of_the_results_of_try_are_rows():
     one = make_measurement("chat", 0.0, 0.8)
-    tree = {name: results(one.requests, one.cell()) for name in ("default", "ngram")}
-    head, off, ngram = bench.methods({**json.loads(json.dumps(tree)), "versions": {}})
+    names = ("default", "ngram", "runs/bench/mlp/export")
+    tree = {name: results(one.requests, one.cell()) for name in names}
+    head, off, ngram, mlp = bench.methods({**json.loads(json.dumps(tree)), "versions": {}})
     cell = tree["ngram"]["metrics"]
     assert (off[:3], ngram[0]) == (["drafting off", "–", "–"], "`ngram`")
+    assert mlp[0] == "`mlp`"
     assert ngram[1] == f"{cell['acceptance_length']:.2f}"
     assert ngram[4] == f"{cell['speedup_vs_autoregressive']['value']:.2f}"
     assert len(head) == len(off) == len(ngram)
