@@ -36,7 +36,7 @@ PROMPTS = "recipes/quickstart/data/test.jsonl.gz"
 HEAD = "runs/quickstart/eagle3/export"  # the quickstart writes it
 FAMILIES = "recipes/quickstart/*.yaml"
 OUT = "runs/bench"  # what the other commands write
-BROAD = "suites/sharegpt.jsonl"  # conversations of any kind, lines of `messages`
+BROAD = "suites/sharegpt.jsonl"  # conversations of any kind
 Rows = list[list[str]]
 QUICKSTART = {
     "acceptance_length": "acceptance length τ, measured",
@@ -308,7 +308,8 @@ for name in quickstart mt_bench humaneval; do
 done"""
 
 # Its features are written once; the library's head runs in vLLM as well.
-PEERS_MINUTES = f"""draftsmith cache-features recipes/smollm2-135m-instruct/eagle3.yaml \\
+PEERS_MINUTES = f"""python scripts/get_sharegpt.py {BROAD}
+draftsmith cache-features recipes/smollm2-135m-instruct/eagle3.yaml \\
   data.validation=[] features.dir={OUT}/minutes/features
 python scripts/bench_peers.py --minutes 10 --minutes 20
 draftsmith evaluate --model runs/smollm2-135m-instruct/model \\
@@ -413,7 +414,8 @@ wait"""
 
 
 SOURCES_COMMAND = "\n".join([SOURCES_FUNCTIONS, *map(trainings_of, SOURCES_TARGETS)])
-MINUTES = f"""draftsmith cache-features recipes/smollm2-135m-instruct/eagle3.yaml \\
+MINUTES = f"""python scripts/get_sharegpt.py {BROAD}
+draftsmith cache-features recipes/smollm2-135m-instruct/eagle3.yaml \\
   features.mode=cache features.dir={OUT}/minutes/features \\
   data.validation=[] evaluation.prompts=[] gates={{}}
 python scripts/minutes.py --minutes 6 --broad {BROAD} \\

@@ -1,7 +1,7 @@
 """Variants of a training against the default at equal minutes of one core, on a real model.
 
     python scripts/minutes.py --minutes 10 --minutes 20 --seed 0 --seed 1
-    python scripts/minutes.py --variant least_squares --variant row_1 --minutes 10
+    python scripts/minutes.py --variant depths_4 --variant row_1 --minutes 10
 
 Every run trains the recipe for SmolLM2-135M-Instruct, on responses that are written once, and is
 judged by the exact expected acceptance length (inference/evaluation/expected_acceptance.py) on
@@ -36,41 +36,40 @@ OUT = ROOT / "runs" / "bench" / "minutes"
 DRAFTS = 4
 TOKENS = 128  # of a response that judges
 TEXTS = 24  # responses of a judge at each temperature
+LONGEST_PROMPT = 2000  # letters before the first answer of a conversation that judges
 TEMPERATURES = (0.0, 1.0)
 # A judge's file of prompts: of conversations, or of a suite by its name.
 SUITES = ("mt_bench", "humaneval")
+# The recipe's settings of before: a start from the taps, and as many depths as are drafted.
+TAPS_DEPTHS_4 = ["drafter.init=taps", "drafter.unroll_steps=4"]
 # What a run changes in the recipe, by the variant's name.
 VARIANTS: dict[str, list[str]] = {
     "default": [],
-    "least_squares": ["drafter.init=least_squares"],
-    "row_1": ["training.batch_size=1"],
-    "least_squares_row_1": ["drafter.init=least_squares", "training.batch_size=1"],
-    "least_squares_row_1_depths_2": [
-        "drafter.init=least_squares",
-        "training.batch_size=1",
-        "drafter.unroll_steps=2",
-    ],
-    "least_squares_depths_2": ["drafter.init=least_squares", "drafter.unroll_steps=2"],
+    "taps": ["drafter.init=taps"],
+    "depths_1": ["drafter.unroll_steps=1"],
     "depths_3": ["drafter.unroll_steps=3"],
+    "depths_4": ["drafter.unroll_steps=4"],
+    "row_1": ["training.batch_size=1"],
     "row_4": ["training.batch_size=4"],
+    "rows_1280": ["data.max_length=1280", "training.batch_size=1"],
     "adamw": ["training.preset=short_adamw"],
     "muon_0.01": ["training.muon_learning_rate=0.01"],
-    "muon_0.04": ["training.muon_learning_rate=0.04"],
-    "depths_2": ["drafter.unroll_steps=2"],
-    "depths_6": ["drafter.unroll_steps=6"],
     "vocabulary_4k": ["drafter.draft_vocab_size=4096"],
     "vocabulary_16k": ["drafter.draft_vocab_size=16384"],
     "vocabulary_all": ["drafter.draft_vocab_size=49152"],
-    "lk_hybrid": ["loss={lk_hybrid: 1.0}"],
     "tv": ["loss={tv: 1.0}"],
     "d_pace": ["position_weights={d_pace: 0.5}"],
     "uniform": ["position_weights={uniform: true}"],
-    "norm_output": ["drafter.norm_output=true"],
     "fc_norm": ["drafter.fc_norm=true"],
     "own_embeddings": ["drafter.own_embeddings=true"],
     "greedy_text": ["regenerate.temperatures={0.0: 1.0}"],
     "sampled_text": ["regenerate.temperatures={1.0: 1.0}"],
-    "rows_1280": ["data.max_length=1280", "training.batch_size=1"],
+    "taps_depths_4": TAPS_DEPTHS_4,
+    "taps_depths_4_row_1": [*TAPS_DEPTHS_4, "training.batch_size=1"],
+    "taps_depths_4_muon_0.04": [*TAPS_DEPTHS_4, "training.muon_learning_rate=0.04"],
+    "taps_depths_4_vocabulary_4k": [*TAPS_DEPTHS_4, "drafter.draft_vocab_size=4096"],
+    "taps_depths_4_lk_hybrid": [*TAPS_DEPTHS_4, "loss={lk_hybrid: 1.0}"],
+    "taps_depths_4_norm_output": [*TAPS_DEPTHS_4, "drafter.norm_output=true"],
 }
 # The recipe, without what follows the training.
 TRAINING_ALONE = [
@@ -133,7 +132,7 @@ def trained(run: Run, out: Path) -> Path:
 # ------------------------------------------------------------------------------ the judges
 
 
-Prompts = list[str] | list[list[dict[str, str]]]  # texts, or conversations
+Prompts = list[str] | list[list[dict[str, Any]]]  # texts, or conversations
 
 
 def spread_over(items: Sequence[Any], count: int) -> list[Any]:
@@ -142,14 +141,26 @@ def spread_over(items: Sequence[Any], count: int) -> list[Any]:
 
 
 def file_prompts(path: Path) -> Prompts:
-    """Prompts of a file: its texts that are to be continued, or the first turns of its
-    conversations."""
-    from draftsmith.inference.evaluation.suites import json_lines
+    """Prompts of a file of any form that trains: its texts that are to be continued, or what stands
+    before the first answer of its conversations, where that is of LONGEST_PROMPT letters at most."""
+    from draftsmith.train.data.bad_rows import BadRow
+    from draftsmith.train.data.examples import parse_row
+    from draftsmith.train.data.readers import rows_of
+    from draftsmith.train.recipe.data_sections import Source
 
-    rows = spread_over([row for _, row in json_lines(path)], TEXTS)
-    if "prompt" in rows[0]:
-        return [row["prompt"] for row in rows]
-    return [row["messages"][: first_answer(row["messages"])] for row in rows]
+    texts: list[str] = []
+    conversations: list[list[dict[str, Any]]] = []
+    for place, row in rows_of(Source(path=str(path))):
+        try:
+            example = parse_row(row, origin=place)
+        except BadRow:
+            continue
+        question = example.messages[: first_answer(example.messages)]
+        if example.prompt is not None:
+            texts.append(example.prompt)
+        elif question and sum(len(message["content"]) for message in question) <= LONGEST_PROMPT:
+            conversations.append(list(question))
+    return spread_over(texts or conversations, TEXTS)
 
 
 def first_answer(messages: Sequence[Mapping[str, Any]]) -> int:
@@ -187,7 +198,7 @@ def judging_texts(model: Path, broad: Path | None, out: Path) -> Texts:
         return json.loads(file.read_text(encoding="utf-8"))
     from draftsmith.inference import LLM, SamplingParams
 
-    llm = LLM(str(model), max_num_seqs=8)
+    llm = LLM(str(model), max_num_seqs=64)
     texts: Texts = {}
     for judge, prompts in prompts_by_judge(broad).items():
         texts[judge] = {}

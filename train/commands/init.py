@@ -59,6 +59,7 @@ CPU_DEPTHS = {"block_size": 5, "num_depths": 4, "n_predict": 4, "num_heads": 4, 
 CPU_START: dict[str, dict[str, tuple[Any, str]]] = {
     "eagle3": {
         "init": ("least_squares", "a fitted start, for trainings of minutes"),
+        "unroll_steps": (2, "in minutes, more steps teach more than as many depths as are drafted"),
         "norm_before_residual": (True, "it needs this; SGLang serves no such head, vLLM does"),
     }
 }
