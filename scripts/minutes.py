@@ -112,10 +112,13 @@ class Run:
 
 def train(words: Sequence[str]) -> int:
     """`draftsmith train` in this process, whose minutes are those of its CPU time."""
+    from draftsmith.train.pipeline import train_stage
     from draftsmith.train.pipeline.run import run
     from draftsmith.train.trainer import trainer
 
-    trainer.time = SimpleNamespace(monotonic=time.process_time)  # type: ignore[attr-defined]
+    clock = SimpleNamespace(monotonic=time.process_time)
+    trainer.time = clock  # type: ignore[attr-defined]
+    train_stage.time = clock  # type: ignore[attr-defined]
     return run(words[0], words[1:])
 
 
@@ -141,8 +144,8 @@ def spread_over(items: Sequence[Any], count: int) -> list[Any]:
 
 
 def file_prompts(path: Path) -> Prompts:
-    """Prompts of a file of any form that trains: its texts that are to be continued, or what stands
-    before the first answer of its conversations, where that is of LONGEST_PROMPT letters at most."""
+    """Prompts of a file of any form that trains: its texts that are to be continued, or what comes
+    before the first answer of its conversations, if that has LONGEST_PROMPT letters at most."""
     from draftsmith.train.data.bad_rows import BadRow
     from draftsmith.train.data.examples import parse_row
     from draftsmith.train.data.readers import rows_of

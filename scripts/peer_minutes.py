@@ -55,10 +55,10 @@ MODEL = ROOT / "runs" / "smollm2-135m-instruct" / "model"
 # Options of the library that are tuned, one after the other: each at the best values of those above
 # it, and at the first values of those below.
 GRID = {
+    "hidden-states-dtype": ("bfloat16", "float32"),
     "lr": ("3e-3", "1e-3", "1e-2"),
     "total-seq-len": ("1280", "640", "2560"),  # tokens of a step; our rows have 640
     "ttt-steps": ("3", "4", "2"),
-    "hidden-states-dtype": ("bfloat16", "float32"),
 }
 TUNED_FOR = 0.2  # of the minutes
 TUNED_BY = ("chat", "code")  # judges: the training's own kind of prompts

@@ -5,6 +5,7 @@ budget is spent, and loads the best weights."""
 
 from __future__ import annotations
 
+import time
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,6 +90,7 @@ class _Training:
         self.accelerator = target.accelerator
         self.stages = target.stages
         self.fingerprint = ""  # of the newest stage, and of those before it
+        self.start_seconds = 0.0  # that the start of the drafter took; a stage's budget pays them
 
     def inputs(self, name: str, recipe: Recipe, reads_start_text: bool = False) -> _Inputs:
         """The data and features of a stage. `reads_start_text`: its drafter is fitted to a text
@@ -104,9 +106,11 @@ class _Training:
     def new_drafter(self, first: _Inputs, config: DrafterConfig) -> Drafter:
         """The drafter that all stages train, before the first one."""
         head = self.target.head
+        began = time.monotonic()
         drafter = make_drafter(
             first.recipe, config, head, first.features, self.stages, first.folder
         )
+        self.start_seconds = time.monotonic() - began
         meet_tokenizers(self.recipe, drafter, self.tokenizer)
         if self.target.held is not None:
             shard_over_processes(self.accelerator, self.target.held, self.recipe.target.sharding)
@@ -119,6 +123,7 @@ class _Training:
         self.fingerprint = fingerprint(stage.recipe, data.hashes.combined, self.fingerprint, rows)
         _agree_on_training(self.accelerator, stage.folder, self.fingerprint, self.stages)
         trainer = self._trainer(stage, drafter)
+        self.start_seconds = 0.0  # paid
         if stage.recipe.training.preset == "auto":  # the run did not know it before it had the rows
             self.stages.say(f"      {trainer.training.describe()}")
         self._write_recipe(stage)
@@ -140,6 +145,7 @@ class _Training:
             joint=_joint(stage.recipe, self.target),
             on_policy=_on_policy(stage, self.target, self.tokenizer),
             measure=held_out_measure(stage.recipe, stage.data.held_out),
+            spent=self.start_seconds,
             say=self.stages.say,
         )
 

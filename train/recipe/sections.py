@@ -96,7 +96,7 @@ class TrainingSection(Section):
     epochs: float | None = Field(None, gt=0)
     """passes over the data; 2 if no budget is given: heads overfit small data after a few"""
     max_minutes: float | None = Field(None, gt=0)
-    """stop after this many minutes of training"""
+    """stop after this many minutes of training, of which the fit of the start is part"""
     batch_size: PositiveInt = 8
     """packed rows of data.max_length tokens per process and micro-step"""
     gradient_accumulation_steps: PositiveInt = 1

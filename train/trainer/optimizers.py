@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from draftsmith.speculators.drafter import Drafter
 from draftsmith.speculators.errors import CheckpointError
+from draftsmith.speculators.precision import multiplies_bfloat16
 from draftsmith.train.recipe.sections import RunTraining
 
 BETAS = (0.9, 0.95)
@@ -152,10 +153,11 @@ def _apply(p: Tensor, update: Tensor, decay: Tensor | float, rate: float) -> Non
 def orthogonalised(matrix: Tensor) -> Tensor:
     """[A, B] or [n, A, B] -> the same shape in bfloat16, with the same singular vectors and
     singular values near 1: five Newton-Schulz iterations (Jordan et al., as in torch.optim.Muon,
-    which keeps them private)."""
+    which keeps them private). In float32 on a CPU without bfloat16 instructions, where the products
+    would take most of a step."""
     tall = matrix.shape[-2] > matrix.shape[-1]
     add_product = torch.addmm if matrix.ndim == 2 else torch.baddbmm
-    x = matrix.bfloat16()
+    x = matrix.bfloat16() if multiplies_bfloat16(matrix.device) else matrix.float()
     if tall:
         x = x.mT
     x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)

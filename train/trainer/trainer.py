@@ -26,7 +26,7 @@ from torch import Tensor
 from draftsmith.inference.progress import Advance, unwatched
 from draftsmith.speculators import kernels
 from draftsmith.speculators.drafter import Drafter, DraftStep, host_batch
-from draftsmith.speculators.errors import DraftsmithError
+from draftsmith.speculators.errors import ConfigError, DraftsmithError
 from draftsmith.speculators.precision import on_host, to_device
 from draftsmith.speculators.target.frozen_target import TargetFeatures
 from draftsmith.speculators.target.target_head import TargetHead
@@ -143,10 +143,12 @@ class Trainer:
         joint: JointTarget | None = None,
         on_policy: OnPolicy | None = None,
         measure: str = "",
+        spent: float = 0.0,
         say: Callable[[str], None] = lambda text: None,
     ) -> None:
         """`measure`: a hash of what `evaluate` measures on, and how; values of two measures are not
-        compared. `say`: prints a line."""
+        compared. `spent`: seconds of the budget that are over when a new training begins. `say`:
+        prints a line."""
         place = (accelerator.process_index, accelerator.num_processes)
         self.step_rows = StepRows(recipe.training, *place)
         self.total_steps = steps_of(recipe, len(features.rows), self.step_rows.rows_per_step)
@@ -174,7 +176,7 @@ class Trainer:
         depths = min(recipe.drafter.unroll_steps, drafter.max_depth or recipe.drafter.unroll_steps)
         self.position = PositionWeights.parse(recipe.position_weights)
         self.depth_weights = self.position.of_depths(depths).to(accelerator.device)  # [K]
-        self.state = checkpoint.TrainState(fingerprint=fingerprint)
+        self.state = checkpoint.TrainState(fingerprint=fingerprint, seconds=spent)
         self.order = Shuffled([t.seed], len(features.rows))
         self.stop_signal: int | None = None
         self.telemetry = Telemetry(accelerator.device)
@@ -196,7 +198,8 @@ class Trainer:
         """Trains to the end of the budget. `advance(share_done, note)` is called after every step,
         and within one that takes long.
 
-        Raises Interrupted after saving a checkpoint when SIGTERM or SIGINT arrives.
+        Raises Interrupted after saving a checkpoint when SIGTERM or SIGINT arrives, ConfigError if
+        the start has used up the minutes.
         """
         self._resume()
         if self.on_policy is not None:
@@ -209,6 +212,7 @@ class Trainer:
         warm = spent  # after the first step, in which kernels are compiled
         try:
             self.share = self.share_done()
+            self._require_minutes()
             while self.share < 1:
                 self.step_began = time.monotonic()
                 if not self.unread:
@@ -227,6 +231,16 @@ class Trainer:
                 signal.signal(number, handler)
         with self.replica.whole():  # which leaves the whole drafter with its last weights
             return self.state
+
+    def _require_minutes(self) -> None:
+        """ConfigError: nothing is left of the budget before the first step."""
+        if self.share >= 1 and not self.state.step:
+            minutes = self.recipe.training.max_minutes
+            raise ConfigError(
+                f"fitting the start took {self.state.seconds:.0f} s, which is all of {minutes:g}"
+                " minutes; give more of them, or set drafter.init to another start",
+                where="training.max_minutes",
+            )
 
     def _resume(self) -> None:
         """The newest checkpoint, if there is one: the first process reads it and sends it."""

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from draftsmith.speculators.errors import CheckpointError
+from draftsmith.speculators.errors import CheckpointError, ConfigError
 from draftsmith.train.trainer import checkpoint
 from draftsmith.train.trainer.checkpoint import TrainState
 from draftsmith.train.trainer.optimizers import learning_rate
@@ -322,6 +322,26 @@ def test_a_budget_of_minutes_goes_on_where_it_stopped(tiny_model, tmp_path, monk
     rates = [record["learning_rate"] for record in timed().run().history]
     expected = [learning_rate(recipe.training, n / 40, None) for n in range(40)]
     assert rates == pytest.approx(expected)
+
+
+def test_what_the_start_took_is_part_of_the_minutes(tiny_model, tmp_path, monkeypatch):
+    recipe = make_recipe(steps=None, max_minutes=1.0, save_every=100)
+    clock = SimpleNamespace(seconds=0.0)
+    monkeypatch.setattr(
+        "draftsmith.train.trainer.trainer.time", SimpleNamespace(monotonic=lambda: clock.seconds)
+    )
+    trainer = make_trainer(tiny_model, tmp_path / "54", recipe, spent=54.0)
+    real = trainer.step
+
+    def slow(share):
+        clock.seconds += 1.5
+        return real(share)
+
+    trainer.step = slow
+    assert len(trainer.run().history) == 4
+    trainer = make_trainer(tiny_model, tmp_path / "60", recipe, spent=60.0)
+    with pytest.raises(ConfigError, match="fitting the start took 60 s"):
+        trainer.run()
 
 
 @pytest.mark.parametrize(("log_every", "warnings"), [(10, 0), (1, 1)])
