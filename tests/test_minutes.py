@@ -18,6 +18,12 @@ def test_a_variant_is_a_recipe_that_differs_from_the_default(variant, tmp_path):
     assert (recipe(variant) != recipe("default")) == (variant != "default")
 
 
+def test_the_command_line_is_that_of_the_comparison(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        minutes.main(["--variant", "taps", "--variant", "nonsense", "--minutes", "6"])
+    assert stopped.value.code == 2 and "nonsense: expected default, taps" in capsys.readouterr().err
+
+
 def test_a_row_is_the_mean_of_the_seeds_of_one_variant_and_budget():
     def run(seed, tau, variant="default", budget=10.0, always=()):
         return {
