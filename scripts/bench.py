@@ -289,16 +289,23 @@ done
 for head in dspark mlp; do
   {EACH}
 done"""
-SUITES = f"""on() {{  # on NAME PROMPTS METHOD: PROMPTS and METHOD are options
-  draftsmith evaluate --model runs/smollm2-135m-instruct/model $2 $3 --temperature 0 \\
-    --max-tokens 48 --repeats 1 --out {OUT}/suites/$1
+TABLE_HEADS = " ".join(("eagle3", "draft_model", "medusa", "mlp", "dspark"))
+TABLE_MINUTES = 20  # of one core's time, for every head
+SUITES = f"""for head in {TABLE_HEADS}; do
+  OMP_NUM_THREADS=1 python scripts/minutes.py train \\
+    recipes/smollm2-135m-instruct/$head.yaml training.max_minutes={TABLE_MINUTES} \\
+    data.validation=[] evaluation.prompts=[] gates={{}}
+done
+on() {{  # on NAME PROMPTS METHOD: PROMPTS and METHOD are options
+  OMP_NUM_THREADS=1 draftsmith evaluate --model runs/smollm2-135m-instruct/model $2 $3 \\
+    --temperature 0 --max-tokens 64 --repeats 1 --out {OUT}/suites/$1
 }}
 quickstart="--prompts {PROMPTS} --prompts-per-workload 2"
-mt_bench="--suite mt_bench --prompts-per-workload 1"
-humaneval="--suite humaneval --prompts-per-workload 12"
+mt_bench="--suite mt_bench --prompts-per-workload 2"
+humaneval="--suite humaneval --prompts-per-workload 16"
 both="--engine draftsmith --engine vllm"
 for name in quickstart mt_bench humaneval; do
-  for head in eagle3 draft_model dspark mlp; do
+  for head in {TABLE_HEADS}; do
     case $head in eagle3|draft_model) engines=$both ;; *) engines="" ;; esac
     on $name/$head "${{!name}}" "--drafter runs/smollm2-135m-instruct/$head/export $engines"
   done
@@ -306,11 +313,12 @@ for name in quickstart mt_bench humaneval; do
     on $name/$method "${{!name}}" "--method $method"
   done
 done"""
+CACHE_FEATURES = f"""draftsmith cache-features recipes/smollm2-135m-instruct/eagle3.yaml \\
+  features.mode=cache features.dir={OUT}/minutes/features \\
+  data.validation=[] evaluation.prompts=[] gates={{}}"""
 
 # Its features are written once; the library's head runs in vLLM as well.
-PEERS_MINUTES = f"""python scripts/get_sharegpt.py {BROAD}
-draftsmith cache-features recipes/smollm2-135m-instruct/eagle3.yaml \\
-  data.validation=[] features.dir={OUT}/minutes/features
+PEERS_MINUTES = f"""{CACHE_FEATURES}
 python scripts/bench_peers.py --minutes 10 --minutes 20
 draftsmith evaluate --model runs/smollm2-135m-instruct/model \\
   --drafter {OUT}/minutes/peers/speculators-20-*/export --suite humaneval \\
@@ -415,9 +423,7 @@ wait"""
 
 SOURCES_COMMAND = "\n".join([SOURCES_FUNCTIONS, *map(trainings_of, SOURCES_TARGETS)])
 MINUTES = f"""python scripts/get_sharegpt.py {BROAD}
-draftsmith cache-features recipes/smollm2-135m-instruct/eagle3.yaml \\
-  features.mode=cache features.dir={OUT}/minutes/features \\
-  data.validation=[] evaluation.prompts=[] gates={{}}
+{CACHE_FEATURES}
 python scripts/minutes.py --minutes 6 --broad {BROAD} \\
   --always features.mode=cache --always features.dir={OUT}/minutes/features"""
 BENCHES = {
