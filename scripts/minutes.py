@@ -27,6 +27,7 @@ import typer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from draftsmith.inference.provenance import cpu_model
 from scripts.measuring import save_json
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -253,29 +254,38 @@ def counts(folder: Path) -> dict[str, int]:
 
 # ------------------------------------------------------------------------------ the table
 
-COLUMNS = ("family", "variant", "states", "minutes", "seeds", "steps", "tokens")
+COLUMNS = ("family", "variant", "machine", "states", "minutes", "seeds", "steps", "tokens")
 
 
 def rows(results: Mapping[str, Any]) -> list[list[str]]:
-    """The results -> a row for each variant and budget: where the target's hidden states come
-    from, means over its seeds, and their spread where there are several; the head is first."""
+    """The results -> a row for each variant, budget and machine, whose minutes and texts are its
+    own: where the target's hidden states come from, means over its seeds, and their spread where
+    there are several; the head is first."""
     runs = results["runs"].values()
     judges = list(next(iter(runs))["judged"])
     table = [[*COLUMNS, *(f"τ, {name}" for name in judges)]]
     groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for result in runs:
         states = "read" if from_disk(result) else "computed"
-        key = (result["family"], result["minutes"], states, result["variant"])
+        of = (result["family"], result["machine"], result["minutes"], states)
+        key = (*of, result["variant"])
         groups.setdefault(key, []).append(result)
-    for key, same in sorted(groups.items(), key=lambda item: item[0][:3]):
-        family, minutes, states, variant = key
-        row = [f"`{family}`", f"`{variant}`", states, f"{minutes:g}", str(len(same))]
+    for key, same in sorted(groups.items(), key=lambda item: item[0][:4]):
+        family, machine, minutes, states, variant = key
+        row = [f"`{family}`", f"`{variant}`", machine, states, f"{minutes:g}", str(len(same))]
         row += [
             f"{sum(one[name] for one in same) / len(same):,.0f}" for name in ("steps", "tokens")
         ]
         row += [spread([one["judged"][name]["tau"] for one in same]) for name in judges]
         table.append(row)
     return table
+
+
+def machine() -> str:
+    """The processor and its instructions, by which it computes."""
+    import torch
+
+    return f"{cpu_model()}, {torch.backends.cpu.get_cpu_capability()}"
 
 
 def from_disk(result: Mapping[str, Any]) -> bool:
@@ -297,6 +307,7 @@ def measure(run: Run, out: Path, model: Path, texts: Texts) -> dict[str, Any]:
         "variant": run.variant,
         "changes": VARIANTS[run.variant],
         "always": list(run.always),
+        "machine": machine(),
         "minutes": run.minutes,
         "seed": run.seed,
         **counts(folder),

@@ -9,7 +9,7 @@ from typing import Any
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import StrMethodFormatter
+from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
 from draftsmith.inference.report.html import PALETTE, STYLE, WIDTH
 from scripts.minutes import from_disk
@@ -23,13 +23,18 @@ Line = dict[str, list[tuple[float, float]]]  # (x, τ) by label, in order of x
 
 
 def trainings(results: Mapping[str, Any], peers: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The runs of both files that judge by JUDGES, each with its `label`: the variant, and where
-    its hidden states come from if they are computed within the minutes; of the peer's, its name.
-    Ours in the peer's file are there to be compared with it, and are left out."""
+    """The runs of both files that judge by JUDGES, each with its `label`: the variant, the machine
+    if there are several, and where its hidden states come from if they are computed within the
+    minutes; of the peer's, its name. Ours in the peer's file are there to be compared with it, and
+    are left out."""
     found = []
-    for run in results.get("runs", {}).values():
+    runs = results.get("runs", {}).values()
+    several = len({run["machine"] for run in runs}) > 1
+    for run in runs:
         computed = "" if from_disk(run) else ", states computed"
-        found.append({**run, "label": f"{run['family']}, {run['variant']}{computed}"})
+        machine = f", {run['machine']}" if several else ""
+        label = f"{run['family']}, {run['variant']}{computed}{machine}"
+        found.append({**run, "label": label})
     for minutes, named in peers.get("runs", {}).items():
         if "speculators" in named:
             found.append(
@@ -78,4 +83,5 @@ def draw(axes: Axes, points: Line) -> None:
         marker = MARKERS[index // len(PALETTE) % len(MARKERS)]
         axes.plot(xs, ys, marker=marker, color=color, label=label)
     axes.set_xlim(left=0)
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))

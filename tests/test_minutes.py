@@ -25,10 +25,11 @@ def test_the_command_line_is_that_of_the_comparison(capsys):
 
 
 def test_a_row_is_the_mean_of_the_seeds_of_one_variant_and_budget():
-    def run(seed, tau, variant="default", budget=10.0, always=()):
+    def run(seed, tau, variant="default", budget=10.0, always=(), machine="A"):
         return {
             "family": "eagle3",
             "variant": variant,
+            "machine": machine,
             "always": always,
             "minutes": budget,
             "seed": seed,
@@ -39,13 +40,25 @@ def test_a_row_is_the_mean_of_the_seeds_of_one_variant_and_budget():
 
     runs = [run(0, 1.5), run(1, 1.7), run(0, 1.4, "row_1"), run(0, 1.9, budget=20.0)]
     runs.append(run(0, 2.0, budget=20.0, always=["features.mode=cache"]))
+    runs.append(run(0, 1.3, machine="B"))
     head, *rows = minutes.rows({"runs": {str(i): one for i, one in enumerate(runs)}})
     assert head[-1] == "τ, chat"
     assert rows == [
-        ["`eagle3`", "`default`", "computed", "10", "2", "101", "1,000", "1.600 (1.500 to 1.700)"],
-        ["`eagle3`", "`row_1`", "computed", "10", "1", "100", "1,000", "1.400"],
-        ["`eagle3`", "`default`", "computed", "20", "1", "100", "1,000", "1.900"],
-        ["`eagle3`", "`default`", "read", "20", "1", "100", "1,000", "2.000"],
+        [
+            "`eagle3`",
+            "`default`",
+            "A",
+            "computed",
+            "10",
+            "2",
+            "101",
+            "1,000",
+            "1.600 (1.500 to 1.700)",
+        ],
+        ["`eagle3`", "`row_1`", "A", "computed", "10", "1", "100", "1,000", "1.400"],
+        ["`eagle3`", "`default`", "A", "computed", "20", "1", "100", "1,000", "1.900"],
+        ["`eagle3`", "`default`", "A", "read", "20", "1", "100", "1,000", "2.000"],
+        ["`eagle3`", "`default`", "B", "computed", "10", "1", "100", "1,000", "1.300"],
     ]
 
 
@@ -60,6 +73,7 @@ def test_a_line_of_the_picture_goes_through_the_means_of_the_budgets_in_order():
         return {
             "family": "eagle3",
             "variant": "default",
+            "machine": "A",
             "always": [],
             "minutes": minutes,
             "tokens": tokens,
