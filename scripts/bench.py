@@ -322,7 +322,7 @@ PEERS_MINUTES = f"""{CACHE_FEATURES}
 python scripts/bench_peers.py --minutes 10
 draftsmith evaluate --model runs/smollm2-135m-instruct/model \\
   --drafter {OUT}/minutes/peers/speculators-10-*/export --suite humaneval \\
-  --prompts-per-workload 12 --temperature 0 --max-tokens 96 --repeats 1 \\
+  --prompts-per-workload 12 --temperature 0 --max-tokens 96 --repeats 0 \\
   --engine draftsmith --engine vllm --out {OUT}/peers_minutes"""
 
 
