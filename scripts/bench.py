@@ -330,8 +330,8 @@ draftsmith evaluate --model runs/smollm2-135m-instruct/model \\
 DRAFTERS = f"""for head in mlp draft_model dspark medusa; do
   python scripts/minutes.py --family $head --variant default --minutes 8 --broad {BROAD}
 done
-python scripts/minutes.py --variant least_squares_depths_2 --minutes 20 --broad {BROAD}
-heads=$(printf -- "--drafter {OUT}/minutes/%s/export " eagle3-least_squares_depths_2-20-0 \\
+python scripts/minutes.py --variant default --minutes 20 --broad {BROAD}
+heads=$(printf -- "--drafter {OUT}/minutes/%s/export " eagle3-default-20-0 \\
   mlp-default-8-0 draft_model-default-8-0 dspark-default-8-0 medusa-default-8-0)
 draftsmith try --model runs/smollm2-135m-instruct/model $heads --prompts {PROMPTS} \\
   --num-prompts 4 -k 4 --max-tokens 64 --repeats 1 --json {OUT}/drafters.json"""
