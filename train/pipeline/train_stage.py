@@ -123,7 +123,8 @@ class _Training:
         self.fingerprint = fingerprint(stage.recipe, data.hashes.combined, self.fingerprint, rows)
         _agree_on_training(self.accelerator, stage.folder, self.fingerprint, self.stages)
         trainer = self._trainer(stage, drafter)
-        self.start_seconds = 0.0  # paid
+        trainer.state.seconds = self.start_seconds  # unless a checkpoint has more
+        self.start_seconds = 0.0
         if stage.recipe.training.preset == "auto":  # the run did not know it before it had the rows
             self.stages.say(f"      {trainer.training.describe()}")
         self._write_recipe(stage)
@@ -145,7 +146,6 @@ class _Training:
             joint=_joint(stage.recipe, self.target),
             on_policy=_on_policy(stage, self.target, self.tokenizer),
             measure=held_out_measure(stage.recipe, stage.data.held_out),
-            spent=self.start_seconds,
             say=self.stages.say,
         )
 

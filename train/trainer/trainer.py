@@ -143,12 +143,10 @@ class Trainer:
         joint: JointTarget | None = None,
         on_policy: OnPolicy | None = None,
         measure: str = "",
-        spent: float = 0.0,
         say: Callable[[str], None] = lambda text: None,
     ) -> None:
         """`measure`: a hash of what `evaluate` measures on, and how; values of two measures are not
-        compared. `spent`: seconds of the budget that are over when a new training begins. `say`:
-        prints a line."""
+        compared. `say`: prints a line."""
         place = (accelerator.process_index, accelerator.num_processes)
         self.step_rows = StepRows(recipe.training, *place)
         self.total_steps = steps_of(recipe, len(features.rows), self.step_rows.rows_per_step)
@@ -176,7 +174,7 @@ class Trainer:
         depths = min(recipe.drafter.unroll_steps, drafter.max_depth or recipe.drafter.unroll_steps)
         self.position = PositionWeights.parse(recipe.position_weights)
         self.depth_weights = self.position.of_depths(depths).to(accelerator.device)  # [K]
-        self.state = checkpoint.TrainState(fingerprint=fingerprint, seconds=spent)
+        self.state = checkpoint.TrainState(fingerprint=fingerprint)
         self.order = Shuffled([t.seed], len(features.rows))
         self.stop_signal: int | None = None
         self.telemetry = Telemetry(accelerator.device)

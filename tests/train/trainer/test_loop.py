@@ -330,7 +330,8 @@ def test_what_the_start_took_is_part_of_the_minutes(tiny_model, tmp_path, monkey
     monkeypatch.setattr(
         "draftsmith.train.trainer.trainer.time", SimpleNamespace(monotonic=lambda: clock.seconds)
     )
-    trainer = make_trainer(tiny_model, tmp_path / "54", recipe, spent=54.0)
+    trainer = make_trainer(tiny_model, tmp_path / "54", recipe)
+    trainer.state.seconds = 54.0
     real = trainer.step
 
     def slow(share):
@@ -339,7 +340,8 @@ def test_what_the_start_took_is_part_of_the_minutes(tiny_model, tmp_path, monkey
 
     trainer.step = slow
     assert len(trainer.run().history) == 4
-    trainer = make_trainer(tiny_model, tmp_path / "60", recipe, spent=60.0)
+    trainer = make_trainer(tiny_model, tmp_path / "60", recipe)
+    trainer.state.seconds = 60.0
     with pytest.raises(ConfigError, match="fitting the start took 60 s"):
         trainer.run()
 
