@@ -172,12 +172,19 @@ def plain_in_vllm(serve):
 def same_as_ours(serve, plain_in_vllm):
     """`same_as_ours(target, speculative_config, llm)`: vLLM writes what it writes with drafting
     off, and our `llm` the same; every draft and every counter is the same. Returns the counters of
-    what is in the texts."""
+    what is in the texts. `repaired`: vLLM without the faults that `evaluate` repairs."""
 
-    def check(target: Path, config: dict[str, Any], llm: LLM, engine: Any = None):
+    def check(
+        target: Path,
+        config: dict[str, Any],
+        llm: LLM,
+        engine: Any = None,
+        *,
+        repaired: bool = False,
+    ):
         job = {"model": str(target), "prompts": PROMPTS, "max_tokens": WRITTEN}
         job["options"] = engine or {}
-        drafting = {"speculative_config": config, "repaired": config["method"] == "dflash"}
+        drafting = {"speculative_config": config, "repaired": repaired}
         theirs = serve(job | drafting)
         ours = run_ours(llm, config["num_speculative_tokens"])
         token_ids = [text[:WRITTEN] for text in ours.texts]

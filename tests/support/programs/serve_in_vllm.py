@@ -104,15 +104,23 @@ def serve(job: dict) -> dict:
 @contextmanager
 def repaired() -> Iterator[None]:
     """vLLM without the faults that the worker of `evaluate` repairs."""
+    from vllm import _custom_ops
     from vllm.model_executor.models.qwen3_dflash import DFlashQwen3Model
     from vllm.v1.sample import rejection_sampler
 
-    broken = rejection_sampler.expand_batch_to_tokens, DFlashQwen3Model._normalize_context_k
+    places = (
+        (rejection_sampler, "expand_batch_to_tokens"),
+        (DFlashQwen3Model, "_normalize_context_k"),
+        (_custom_ops, "create_onednn_scaled_mm"),
+        (_custom_ops, "onednn_scaled_mm"),
+    )
+    broken = [getattr(where, name) for where, name in places]
     runpy.run_path(str(BRIDGE / "connectors" / "cpu_repairs.py"))["repair"]()
     try:
         yield
     finally:
-        rejection_sampler.expand_batch_to_tokens, DFlashQwen3Model._normalize_context_k = broken
+        for (where, name), function in zip(places, broken):
+            setattr(where, name, function)
 
 
 def answer(job: dict) -> dict:
