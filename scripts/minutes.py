@@ -65,6 +65,13 @@ VARIANTS: dict[str, list[str]] = {
     "own_embeddings": ["drafter.own_embeddings=true"],
     "greedy_text": ["regenerate.temperatures={0.0: 1.0}"],
     "sampled_text": ["regenerate.temperatures={1.0: 1.0}"],
+    # Of dspark; the second is its recipe of before.
+    "layers_3": ["drafter.num_layers=3"],
+    "taps_tv_layers_3": [
+        "drafter.init=taps",
+        "drafter.num_layers=3",
+        "loss={cross_entropy: 0.1, tv: 1.8}",
+    ],
     "taps_depths_4": TAPS_DEPTHS_4,
     "taps_depths_4_row_1": [*TAPS_DEPTHS_4, "training.batch_size=1"],
     "taps_depths_4_muon_0.04": [*TAPS_DEPTHS_4, "training.muon_learning_rate=0.04"],

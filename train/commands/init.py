@@ -53,15 +53,30 @@ CPU_WRITTEN = 100_000
 CPU_STEP = 1024  # tokens of a step: on few conversations many small steps learn more
 CPU_KEPT_SHARE = 0.25  # of the memory, that features are kept in at most
 CPU_VOCABULARY = 8192  # tokens that are drafted
+# Families that draft all tokens by default, which costs a core more than such drafts gain; vLLM or
+# this runtime serves a part as well.
+CPU_REDUCED = ("draft_model", "dspark", "medusa", "mlp")
 # Option of a family -> depths; the first of these that the family has. A block has a slot more.
 CPU_DEPTHS = {"block_size": 5, "num_depths": 4, "n_predict": 4, "num_heads": 4, "unroll_steps": 4}
-# Of a family: option -> value and comment.
+FITTED = ("least_squares", "a fitted start, for trainings of minutes")
+# Of a family: key of the recipe -> value and comment (docs/training.md says what they gain).
 CPU_START: dict[str, dict[str, tuple[Any, str]]] = {
     "eagle3": {
-        "init": ("least_squares", "a fitted start, for trainings of minutes"),
-        "unroll_steps": (2, "in minutes, more steps teach more than as many depths as are drafted"),
-        "norm_before_residual": (True, "it needs this; SGLang serves no such head, vLLM does"),
-    }
+        "drafter.init": FITTED,
+        "drafter.unroll_steps": (
+            2,
+            "in minutes, more steps teach more than as many depths as are drafted",
+        ),
+        "drafter.norm_before_residual": (
+            True,
+            "it needs this; SGLang serves no such head, vLLM does",
+        ),
+    },
+    "dspark": {
+        "drafter.init": FITTED,
+        "drafter.num_layers": (1, "in minutes, more steps teach more than more layers"),
+        "loss.forward_kl": (1.0, "in minutes it teaches more than the published mix"),
+    },
 }
 CPU_PROMPTS = 8  # of each workload, that are measured
 CPU_STEPS = 100  # that the budget holds, by an estimate that may be wrong by two
@@ -338,6 +353,7 @@ def _steps(stage: StagePlan, device: Device) -> float:
 
 def _fit_cpu(new: NewRecipe) -> None:
     """Puts the sizes that a core can train."""
+    from draftsmith.speculators.config import default_tap_layers
     from draftsmith.train.recipe.drafter_config import drafter_config
 
     recipe = new.checked()
@@ -345,10 +361,14 @@ def _fit_cpu(new: NewRecipe) -> None:
     key = next(key for key in CPU_DEPTHS if key in options)
     if options[key].default > CPU_DEPTHS[key]:
         new.put(f"drafter.{key}", CPU_DEPTHS[key], "as many as a core trains in reasonable time")
-    for name, (value, comment) in CPU_START.get(recipe.family, {}).items():
-        new.put(f"drafter.{name}", value, comment)
-    config = drafter_config(recipe, recipe.target.sketch(), planning=True)
-    if CPU_VOCABULARY < config.draft_vocab_size < config.vocab_size:
+    for key, (value, comment) in CPU_START.get(recipe.family, {}).items():
+        new.put(key, value, comment)
+    sketch = recipe.target.sketch()
+    if recipe.family == "dspark":  # which reads as many states as it has layers
+        new.put("drafter.tap_layers", default_tap_layers(sketch.num_layers))
+    config = drafter_config(recipe, sketch, planning=True)
+    reduced = config.reduced_vocabulary or recipe.family in CPU_REDUCED
+    if reduced and config.draft_vocab_size > CPU_VOCABULARY:
         new.put("drafter.draft_vocab_size", CPU_VOCABULARY)
     rows = max(CPU_STEP // recipe.data.max_length, 1)
     new.put("training.batch_size", rows, "rows of a step")

@@ -25,6 +25,8 @@ GENERIC = re.compile(
     r"|hf|main|(checkpoint|step|epoch)[-_]?\d+|[0-9a-f]{40})",
     re.IGNORECASE,
 )
+# In the order of the file.
+SECTIONS = ("drafter", "data", "regenerate", "loss", "training", "evaluation", "gates")
 WIDTH = 4096  # columns: a line is not folded, since its comment would move
 
 
@@ -69,10 +71,7 @@ class NewRecipe:
     def __init__(self, model: str, family: str) -> None:
         name = run_name(model, family)
         self.tree: dict[str, Any] = {"name": name, "family": family, "target": {"model": model}}
-        self.tree |= {
-            section: {}
-            for section in ("drafter", "data", "regenerate", "training", "evaluation", "gates")
-        }
+        self.tree |= {section: {} for section in SECTIONS}
         self.comments = {"name": f"its folder is runs/{name}"}
         self.above: dict[str, str] = {}
 
@@ -86,14 +85,18 @@ class NewRecipe:
     def checked(self) -> Recipe:
         """ConfigError if it is none."""
         try:
-            return make_recipe(self.tree)
+            return make_recipe(self.filled())
         except ValidationError as error:
             model = recipe_class(self.tree["family"])
             raise ConfigError(explain(error, model), where="init") from None
 
+    def filled(self) -> dict[str, Any]:
+        """The tree without empty sections."""
+        return {key: value for key, value in self.tree.items() if value != {}}
+
     def yaml(self) -> str:
         """The file, without empty sections."""
-        document = _commented({key: value for key, value in self.tree.items() if value != {}})
+        document = _commented(self.filled())
         for key, text in self.comments.items():
             section, name = _place(document, key)
             section.yaml_add_eol_comment(text, name)

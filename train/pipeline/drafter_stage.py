@@ -62,12 +62,13 @@ def _initialised(
     if config.reduced_vocabulary:
         assert drafter.draft_to_target is not None  # the vocabulary is reduced
         drafter.draft_to_target.copy_(_most_frequent(config, counts, stages))
-    sample = None
     terms = drafter.start_terms(recipe.drafter)
-    if terms and checkpoint.latest(folder) is None:
-        with stages.stage("fit the start", 1) as advance:
-            sample = _sample_features(drafter, features, terms, advance)
-    drafter.initialise_from(target, recipe.drafter, features=sample)
+    if not terms or checkpoint.latest(folder) is not None:
+        drafter.initialise_from(target, recipe.drafter)
+        return drafter
+    with stages.stage("fit the start", 1) as advance:
+        sample = _sample_features(drafter, features, terms, advance)
+        drafter.initialise_from(target, recipe.drafter, features=sample)
     return drafter
 
 

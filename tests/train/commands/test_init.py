@@ -102,8 +102,9 @@ def test_init_on_a_cpu_takes_what_a_core_can_do(family, chats, tmp_path):
     assert recipe.training.batch_size == max(1024 // recipe.data.max_length, 1)
     assert recipe.regenerate.turns == "all" and recipe.training.keep_features_gb
     assert recipe.regenerate.max_new_tokens <= 256 and not recipe.regenerate.endpoints
-    if family == "eagle3":
+    if family in ("eagle3", "dspark"):
         assert recipe.drafter.init == "least_squares"
+        assert recipe.loss == {"forward_kl": 1.0}
     stage = make_plan(recipe, this_cpu()).stages[0]
     assert stage.keeps_features and stage.depths <= 5
     assert stage.drafter.draft_vocab_size in (8192, stage.target.vocab_size)
