@@ -424,8 +424,10 @@ wait"""
 SOURCES_COMMAND = "\n".join([SOURCES_FUNCTIONS, *map(trainings_of, SOURCES_TARGETS)])
 MINUTES = f"""python scripts/get_sharegpt.py {BROAD}
 {CACHE_FEATURES}
-python scripts/minutes.py --minutes 6 --broad {BROAD} \\
-  --always features.mode=cache --always features.dir={OUT}/minutes/features"""
+for family in eagle3 dspark; do
+  python scripts/minutes.py --family $family --minutes 6 --broad {BROAD} \\
+    --always features.mode=cache --always features.dir={OUT}/minutes/features
+done"""
 BENCHES = {
     "quickstart": Bench(
         "The quickstart's head, all workloads pooled, one request at a time",
@@ -475,8 +477,8 @@ BENCHES = {
         families,
     ),
     "minutes": Bench(
-        "Variants of an EAGLE-3 training for SmolLM2-135M-Instruct at equal minutes of one core,"
-        " K = 4, τ expected, the mean of T = 0 and 1",
+        "Variants of a training for SmolLM2-135M-Instruct at equal minutes of one core, K = 4,"
+        " τ expected, the mean of T = 0 and 1",
         MINUTES,
         f"{OUT}/minutes/results.json",
         minutes,

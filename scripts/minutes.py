@@ -43,7 +43,7 @@ TEMPERATURES = (0.0, 1.0)
 SUITES = ("mt_bench", "humaneval")
 # The recipe's settings of before: a start from the taps, and as many depths as are drafted.
 TAPS_DEPTHS_4 = ["drafter.init=taps", "drafter.unroll_steps=4"]
-# What a run changes in the recipe, by the variant's name.
+# What a run of eagle3 changes in the recipe, by the variant's name.
 VARIANTS: dict[str, list[str]] = {
     "default": [],
     "taps": ["drafter.init=taps"],
@@ -65,13 +65,6 @@ VARIANTS: dict[str, list[str]] = {
     "own_embeddings": ["drafter.own_embeddings=true"],
     "greedy_text": ["regenerate.temperatures={0.0: 1.0}"],
     "sampled_text": ["regenerate.temperatures={1.0: 1.0}"],
-    # Of dspark; the second is its recipe of before.
-    "layers_3": ["drafter.num_layers=3"],
-    "taps_tv_layers_3": [
-        "drafter.init=taps",
-        "drafter.num_layers=3",
-        "loss={cross_entropy: 0.1, tv: 1.8}",
-    ],
     "taps_depths_4": TAPS_DEPTHS_4,
     "taps_depths_4_row_1": [*TAPS_DEPTHS_4, "training.batch_size=1"],
     "taps_depths_4_muon_0.04": [*TAPS_DEPTHS_4, "training.muon_learning_rate=0.04"],
@@ -79,6 +72,17 @@ VARIANTS: dict[str, list[str]] = {
     "taps_depths_4_lk_hybrid": [*TAPS_DEPTHS_4, "loss={lk_hybrid: 1.0}"],
     "taps_depths_4_norm_output": [*TAPS_DEPTHS_4, "drafter.norm_output=true"],
 }
+# Of dspark; the last is its recipe of before.
+DSPARK_VARIANTS: dict[str, list[str]] = {
+    "default": [],
+    "layers_3": ["drafter.num_layers=3"],
+    "taps_tv_layers_3": [
+        "drafter.init=taps",
+        "drafter.num_layers=3",
+        "loss={cross_entropy: 0.1, tv: 1.8}",
+    ],
+}
+BY_FAMILY = {"eagle3": VARIANTS, "dspark": DSPARK_VARIANTS}
 # The recipe, without what follows the training.
 TRAINING_ALONE = [
     "data.validation=[]",
@@ -111,11 +115,16 @@ class Run:
             str(RECIPES / f"{self.family}.yaml"),
             *TRAINING_ALONE,
             *self.always,
-            *VARIANTS[self.variant],
+            *variants_of(self.family)[self.variant],
             f"training.max_minutes={self.minutes:g}",
             f"training.seed={self.seed}",
             f"output_dir={folder}",
         ]
+
+
+def variants_of(family: str) -> dict[str, list[str]]:
+    """What runs of a family change in its recipe, by the variant's name."""
+    return BY_FAMILY.get(family, {"default": []})
 
 
 def train(words: Sequence[str]) -> int:
@@ -312,7 +321,7 @@ def measure(run: Run, out: Path, model: Path, texts: Texts) -> dict[str, Any]:
     return {
         "family": run.family,
         "variant": run.variant,
-        "changes": VARIANTS[run.variant],
+        "changes": variants_of(run.family)[run.variant],
         "always": list(run.always),
         "machine": machine(),
         "minutes": run.minutes,
@@ -328,7 +337,8 @@ app = typer.Typer(add_completion=False)
 @app.command()
 def compare(
     variant: Annotated[
-        list[str] | None, typer.Option(help=f"Of {', '.join(VARIANTS)}; again for more.")
+        list[str] | None,
+        typer.Option(help=f"Of {', '.join(VARIANTS)} for eagle3; again for more. [default: all]"),
     ] = None,
     minutes: Annotated[
         list[float] | None, typer.Option(help="Of a training; again for more. [default: 10]")
@@ -345,10 +355,11 @@ def compare(
 ) -> None:
     """Train and judge every variant with every budget and seed, and write results.json. Runs that
     are there already are not made again."""
-    names = variant or list(VARIANTS)
-    if unknown := [name for name in names if name not in VARIANTS]:
+    known = variants_of(family)
+    names = variant or list(known)
+    if unknown := [name for name in names if name not in known]:
         raise typer.BadParameter(
-            f"{', '.join(unknown)}: expected {', '.join(VARIANTS)}", param_hint="--variant"
+            f"{', '.join(unknown)}: expected {', '.join(known)}", param_hint="--variant"
         )
     out.mkdir(parents=True, exist_ok=True)
     model = ROOT / "runs" / "smollm2-135m-instruct" / "model"
