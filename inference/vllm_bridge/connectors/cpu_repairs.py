@@ -17,7 +17,7 @@ def repair() -> None:
 
     rejection_sampler.expand_batch_to_tokens = expand
     qwen3_dflash.DFlashQwen3Model._normalize_context_k = norm_keys
-    if not multiplies_int8(_custom_ops):
+    if _custom_ops._supports_onednn and not multiplies_int8(_custom_ops):
         _custom_ops.create_onednn_scaled_mm = Int8Weight
         _custom_ops.onednn_scaled_mm = multiply_int8
 
@@ -53,7 +53,8 @@ def multiplies_int8(ops: Any) -> bool:
     hold 32,767 at most: 2 · 255 · 127 is cut."""
     import torch
 
-    number, inputs = 127, 32
+    number = 127
+    inputs = 32
     ones = torch.ones(inputs, inputs, dtype=torch.int8)
     scales = torch.ones(inputs, 1)
     columns = (number * ones).t()  # the layout that the kernel asks for
