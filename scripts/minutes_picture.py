@@ -3,6 +3,7 @@ of a training, a line a variant; docs/results.md shows it."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,24 +24,26 @@ Line = dict[str, list[tuple[float, float]]]  # (x, τ) by label, in order of x
 
 
 def trainings(results: Mapping[str, Any], peers: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The runs of both files that judge by JUDGES, each with its `label`: the variant, the machine
-    if there are several, and where its hidden states come from if they are computed within the
-    minutes; of the peer's, its name. Ours in the peer's file are there to be compared with it, and
-    are left out."""
+    """The runs of both files that judge by JUDGES, each with its `label`: family and variant, and
+    where its hidden states come from if they are computed within the minutes; of the peer's, its
+    name. Ours in the peer's file are there to be compared with it, and are left out, as are the
+    runs of all machines but the one that has the most: minutes of two machines do not compare."""
     found = []
-    runs = results.get("runs", {}).values()
-    several = len({run["machine"] for run in runs}) > 1
-    for run in runs:
+    for run in of_one_machine(list(results.get("runs", {}).values())):
         computed = "" if from_disk(run) else ", states computed"
-        machine = f", {run['machine']}" if several else ""
-        label = f"{run['family']}, {run['variant']}{computed}{machine}"
-        found.append({**run, "label": label})
+        found.append({**run, "label": f"{run['family']}, {run['variant']}{computed}"})
     for minutes, named in peers.get("runs", {}).items():
         if "speculators" in named:
             found.append(
                 {**named["speculators"], "minutes": float(minutes), "label": "speculators"}
             )
     return [run for run in found if JUDGES.keys() <= run["judged"].keys()]
+
+
+def of_one_machine(runs: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The runs of the machine that has the most; of equals, of the first."""
+    counts = Counter(run["machine"] for run in runs)
+    return [run for run in runs if run["machine"] == counts.most_common(1)[0][0]]
 
 
 def lines(runs: Sequence[Mapping[str, Any]], x: str, judge: str) -> Line:

@@ -67,7 +67,7 @@ def test_items_are_spread_over_the_whole_list():
     assert minutes.spread_over(range(3), 5) == [0, 1, 2]
 
 
-def test_a_line_of_the_picture_goes_through_the_means_of_the_budgets_in_order():
+def test_a_line_of_the_picture_goes_through_the_means_of_the_budgets_of_one_machine():
     def run(minutes, tokens, tau):
         judged = {name: {"tau": tau} for name in minutes_picture.JUDGES}
         return {
@@ -80,7 +80,9 @@ def test_a_line_of_the_picture_goes_through_the_means_of_the_budgets_in_order():
             "judged": judged,
         }
 
-    results = {"runs": dict(enumerate([run(20, 400, 2.0), run(10, 180, 1.5), run(10, 220, 1.7)]))}
+    there = [run(20, 400, 2.0), run(10, 180, 1.5), run(10, 220, 1.7)]
+    elsewhere = run(30, 900, 2.5) | {"machine": "B"}
+    results = {"runs": dict(enumerate([elsewhere, *there]))}
     peers = {"runs": {"10": {"speculators": run(0, 90, 1.25), "disk": run(0, 200, 1.6)}}}
     runs = minutes_picture.trainings(results, peers)
     assert minutes_picture.lines(runs, "tokens", "chat") == {
