@@ -5,7 +5,8 @@ layers of architectures that differ from Llama's by biases, norms of queries and
 only are those of speculators/layers/decoder.py around the same weights, those of one input moved to
 lie together. Whether they compute what the model computes is tried out on a few tokens; any other
 model runs as it is, and the log says why. On a CPU up to `MOST_PACKED` bytes of weights are packed
-for bfloat16 products, which holds them twice. For inference only."""
+for bfloat16 products, which holds them twice; float32 ones need no copy (`can_turn`). For inference
+only."""
 
 from __future__ import annotations
 
@@ -18,7 +19,12 @@ from torch import Tensor, nn
 from draftsmith.inference.kv_cache.ragged_cache import RaggedCache
 from draftsmith.speculators.config import DecoderConfig
 from draftsmith.speculators.layers.decoder import DecoderLayer, RMSNorm, RotaryTable
-from draftsmith.speculators.layers.frozen_linear import MOST_PACKED, FrozenLinear, can_pack
+from draftsmith.speculators.layers.frozen_linear import (
+    MOST_PACKED,
+    FrozenLinear,
+    can_pack,
+    can_turn,
+)
 from draftsmith.speculators.layers.grouped_attention import cached_attends
 from draftsmith.speculators.layers.int8_linear import Int8Linear
 from draftsmith.speculators.precision import free_memory
@@ -42,25 +48,26 @@ PROJECTIONS = {
 
 class PlainLayers:
     """The weights of a model of plain layers in fast form: layers, final norm, and the output head
-    if it is packed."""
+    where a FrozenLinear is faster."""
 
     def __init__(self, runner: FrozenTarget, config: DecoderConfig) -> None:
         decoder = runner.decoder
         packs = _packs(runner)
+        freezes = packs or can_turn(runner.lm_head.weight)
         with torch.device("meta"):
             self.norm = RMSNorm(decoder.norm.weight.shape[0], eps=decoder.norm.variance_epsilon)
         self.norm.weight = decoder.norm.weight
         self.layers = [_around(layer, config) for layer in decoder.layers]
         for layer in self.layers:
             layer.fuse(shared=True, packs=packs)
-            if packs:
-                _pack(layer)
+            if freezes:
+                _freeze(layer, packs)
         self.head: FrozenLinear | None = None
         head = runner.lm_head
-        # a drafter's is packed already
+        # a drafter's is one already
         plain = type(head) is nn.Linear and "forward" not in head.__dict__
-        if packs and plain and not _alteration(head):
-            self.head = FrozenLinear(head, shared=True, packs=True)
+        if freezes and plain and not _alteration(head):
+            self.head = FrozenLinear(head, shared=True, packs=packs)
         if runner.device.type != "cpu":
             free_memory()  # that the weights were moved from
 
@@ -269,10 +276,10 @@ def _around(layer: nn.Module, config: DecoderConfig) -> DecoderLayer:
     return plain.eval()
 
 
-def _pack(layer: DecoderLayer) -> None:
-    """Packed products in place of the single projections of a fused layer."""
+def _freeze(layer: DecoderLayer, packs: bool) -> None:
+    """FrozenLinears in place of the single projections of a fused layer."""
     for parent, name in ((layer.self_attn, "o_proj"), (layer.mlp, "down_proj")):
-        if hasattr(parent, "fused"):  # experts run as they are
-            linear = getattr(parent, name)
+        linear = getattr(parent, name, None)
+        if hasattr(parent, "fused") and type(linear) is nn.Linear:  # experts run as they are
             delattr(parent, name)  # a module, which only a module may replace
-            setattr(parent, name, FrozenLinear(linear, shared=True, packs=True))
+            setattr(parent, name, FrozenLinear(linear, shared=True, packs=packs))

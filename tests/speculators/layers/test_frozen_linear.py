@@ -6,7 +6,14 @@ import pytest
 import torch
 from torch import nn
 
-from draftsmith.speculators.layers.frozen_linear import FrozenLinear, freeze_linears, thaw_linears
+from draftsmith.speculators.layers import frozen_linear
+from draftsmith.speculators.layers.frozen_linear import (
+    MOST_TURNED,
+    FrozenLinear,
+    freeze_linears,
+    thaw_linears,
+    turned_linear,
+)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -19,6 +26,26 @@ def test_frozen_linear_answers_as_its_layers_do(dtype, shape, bias) -> None:
         expected = torch.cat([linear(x) for linear in linears], dim=-1)
         close = {"atol": 2e-3, "rtol": 2e-2} if dtype == torch.bfloat16 else {}
         torch.testing.assert_close(FrozenLinear(*linears)(x), expected, **close)
+
+
+@pytest.mark.parametrize("rows", [1, 2, MOST_TURNED, MOST_TURNED + 1])
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_few_rows_are_turned_where_that_is_faster(monkeypatch, rows, bias) -> None:
+    monkeypatch.setattr(frozen_linear, "can_turn", lambda weight: True)
+    calls = []
+
+    def turned(*arguments):
+        calls.append(len(arguments[0]))
+        return turned_linear(*arguments)
+
+    monkeypatch.setattr(frozen_linear, "turned_linear", turned)
+    linear = nn.Linear(16, 24, bias=bias)
+    x = torch.randn(1, rows, 16)
+    with torch.inference_mode():
+        actual = FrozenLinear(linear)(x)
+        torch.testing.assert_close(actual, linear(x))
+    assert actual.is_contiguous()
+    assert calls == ([rows] if 1 < rows <= MOST_TURNED else [])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
