@@ -65,42 +65,41 @@ def quickstart(report: dict[str, Any]) -> Rows:
     return [*rows, ["mismatches", str(int(report["summary"]["lossless_mismatches"])), ""]]
 
 
-def smollm2(_: dict[str, Any]) -> Rows:
-    """acceptance.json of every recipe for SmolLM2 that was run -> a row per head: minutes of
-    training, and τ measured, expected and in vLLM at both temperatures."""
-    from draftsmith.train.recipe.load import load_recipe
-
-    at = [f"τ, T = {t}" for t in (0, 1)]
-    rows = [["head", "minutes", at[0], "expected", "in vLLM", at[1], "expected", "in vLLM"]]
-    rows[0].append("mismatches")
-    for path in sorted((ROOT / "runs" / "smollm2-135m-instruct").glob("*/acceptance.json")):
-        summary = json.loads(path.read_text(encoding="utf-8"))["summary"]
-        minutes = load_recipe(path.with_name("recipe.yaml")).training.max_minutes
-        names = ("acceptance_length", "expected_acceptance_length", "vllm_acceptance_length")
-        lengths = [number(summary.get(f"t{t}.{name}")) for t in (0, 1) for name in names]
-        mismatches = str(int(summary["lossless_mismatches"]))
-        rows.append([f"`{path.parent.name}`", number(minutes, 0), *lengths, mismatches])
-    return rows
-
-
 def suites(_: dict[str, Any]) -> Rows:
-    """The reports of every method on every set of prompts -> a row per pair: τ measured, expected
-    and in vLLM, and the speedups of both engines over the same engine with drafting off."""
-    rows = [["prompts", "method", "τ", "expected", "in vLLM", "tokens per forward"]]
-    rows[0] += ["speedup", "in vLLM", "mismatches"]
-    for path in sorted((ROOT / OUT / "suites").glob("*/*/acceptance.json")):
-        report = json.loads(path.read_text(encoding="utf-8"))
-        cells = {cell["engine"]: cell for cell in report["results"] if cell["workload"] == "all"}
-        ours = cells["draftsmith"]
-        vllm = cells.get("vllm", {})
-        expected = (ours.get("expected") or {}).get("acceptance_length")
-        taus = (ours["acceptance_length"], expected, vllm.get("acceptance_length"))
-        speedups = [estimate(cell.get("speedup_vs_autoregressive")) for cell in (ours, vllm)]
-        mismatches = str(sum(check["mismatches"] for check in ours["lossless"]))
-        names = [path.parent.parent.name, f"`{path.parent.name}`"]
-        per_forward = number(ours["tokens_per_forward"])
-        rows.append([*names, *map(number, taus), per_forward, *speedups, mismatches])
+    """The reports of every method on every set of prompts -> a row per method, with two cells per
+    set: tokens per forward (expected, here, in vLLM), and the speedup over the same engine without
+    drafting (here, in vLLM); at last the mismatches on all of them."""
+    head = ["drafter"]
+    for prompts in TABLE_PROMPTS.values():
+        head += [prompts, f"{prompts}, speedup"]
+    rows = [[*head, "mismatches"]]
+    for method in (*TABLE_HEADS, *TABLE_METHODS):
+        files = [
+            ROOT / OUT / "suites" / name / method / "acceptance.json" for name in TABLE_PROMPTS
+        ]
+        reports = [json.loads(file.read_text(encoding="utf-8")) for file in files]
+        row = [f"`{method}`"]
+        for report in reports:
+            row += suite_cells(report)
+        checks = [check for report in reports for check in pooled(report)["draftsmith"]["lossless"]]
+        rows.append([*row, str(sum(check["mismatches"] for check in checks))])
     return rows
+
+
+def suite_cells(report: dict[str, Any]) -> list[str]:
+    """acceptance.json -> its tokens per forward and its speedups."""
+    engines = pooled(report)
+    ours, vllm = engines["draftsmith"], engines.get("vllm", {})
+    expected = (ours.get("expected") or {}).get("acceptance_length")
+    forwards = (expected, ours["tokens_per_forward"], vllm.get("tokens_per_forward"))
+    speedups = [cell.get("speedup_vs_autoregressive") for cell in (ours, vllm)]
+    return [" / ".join(map(number, forwards)), " / ".join(map(estimate, speedups))]
+
+
+def pooled(report: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The figures over all prompts at T = 0, by engine."""
+    cells = [cell for cell in report["results"] if cell["workload"] == "all"]
+    return {cell["engine"]: cell for cell in cells if cell["temperature"] == 0}
 
 
 def methods(results: dict[str, Any]) -> Rows:
@@ -281,17 +280,11 @@ until curl -sf localhost:8001/health && curl -sf localhost:8002/health; do sleep
 draftsmith bench --base-url http://localhost:8002 --baseline-url http://localhost:8001 \\
   --dataset-name custom --dataset-path {PROMPTS} --num-prompts 64 --output-len 128 \\
   --temperature 0 --concurrencies 1,4,8 --draft-lengths 2,4 --repeats 3 --result-dir {OUT}"""
-SMALL = "evaluation.prompts_per_workload=6 evaluation.max_tokens=96 evaluation.repeats=0"
-EACH = f"draftsmith evaluate recipes/smollm2-135m-instruct/$head.yaml {SMALL}"
-SMOLLM2 = f"""for head in eagle3 draft_model; do
-  {EACH} --engine draftsmith --engine vllm
-done
-for head in dspark mlp; do
-  {EACH}
-done"""
-TABLE_HEADS = " ".join(("eagle3", "draft_model", "medusa", "mlp", "dspark"))
+TABLE_HEADS = ("eagle3", "draft_model", "medusa", "mlp", "dspark")
+TABLE_METHODS = ("ngram", "suffix")
+TABLE_PROMPTS = {"quickstart": "own kind", "mt_bench": "MT-Bench", "humaneval": "HumanEval"}
 TABLE_MINUTES = 20  # of one core's time, for every head
-SUITES = f"""for head in {TABLE_HEADS}; do
+SUITES = f"""for head in {" ".join(TABLE_HEADS)}; do
   OMP_NUM_THREADS=1 python scripts/minutes.py train \\
     recipes/smollm2-135m-instruct/$head.yaml training.max_minutes={TABLE_MINUTES} \\
     data.validation=[] evaluation.prompts=[] gates={{}}
@@ -304,12 +297,12 @@ quickstart="--prompts {PROMPTS} --prompts-per-workload 2"
 mt_bench="--suite mt_bench --prompts-per-workload 2"
 humaneval="--suite humaneval --prompts-per-workload 16"
 both="--engine draftsmith --engine vllm"
-for name in quickstart mt_bench humaneval; do
-  for head in {TABLE_HEADS}; do
+for name in {" ".join(TABLE_PROMPTS)}; do
+  for head in {" ".join(TABLE_HEADS)}; do
     case $head in eagle3|draft_model) engines=$both ;; *) engines="" ;; esac
     on $name/$head "${{!name}}" "--drafter runs/smollm2-135m-instruct/$head/export $engines"
   done
-  for method in ngram suffix; do
+  for method in {" ".join(TABLE_METHODS)}; do
     on $name/$method "${{!name}}" "--method $method"
   done
 done"""
@@ -324,17 +317,6 @@ draftsmith evaluate --model runs/smollm2-135m-instruct/model \\
   --drafter {OUT}/minutes/peers/speculators-10-*/export --suite humaneval \\
   --prompts-per-workload 12 --temperature 0 --max-tokens 96 --repeats 0 \\
   --engine draftsmith --engine vllm --out {OUT}/peers_minutes"""
-
-
-# Every head of a few minutes, beside what needs none.
-DRAFTERS = f"""for head in mlp draft_model dspark medusa; do
-  python scripts/minutes.py --family $head --variant default --minutes 8 --broad {BROAD}
-done
-python scripts/minutes.py --variant default --minutes 20 --broad {BROAD}
-heads=$(printf -- "--drafter {OUT}/minutes/%s/export " eagle3-default-20-0 \\
-  mlp-default-8-0 draft_model-default-8-0 dspark-default-8-0 medusa-default-8-0)
-draftsmith try --model runs/smollm2-135m-instruct/model $heads --prompts {PROMPTS} \\
-  --num-prompts 4 -k 4 --max-tokens 64 --repeats 1 --json {OUT}/drafters.json"""
 
 
 @dataclass(frozen=True)
@@ -435,14 +417,10 @@ BENCHES = {
         "runs/quickstart/eagle3/acceptance.json",
         quickstart,
     ),
-    "smollm2": Bench(
-        "SmolLM2-135M-Instruct, K = 4, τ pooled over all workloads",
-        SMOLLM2,
-        "runs/smollm2-135m-instruct/eagle3/acceptance.json",
-        smollm2,
-    ),
     "suites": Bench(
-        "SmolLM2-135M-Instruct on three sets of prompts, greedy, one request at a time",
+        f"SmolLM2-135M-Instruct, heads after {TABLE_MINUTES} minutes of one core, K = 4, greedy,"
+        " one request at a time. Tokens per forward: expected / here / in vLLM; speedup over the"
+        " same engine without drafting: here / in vLLM",
         SUITES,
         f"{OUT}/suites/quickstart/eagle3/acceptance.json",
         suites,
@@ -452,13 +430,6 @@ BENCHES = {
         f"draftsmith try --model {TARGET} --drafter {HEAD} --prompts {PROMPTS}"
         f" --json {OUT}/methods.json",
         f"{OUT}/methods.json",
-        methods,
-    ),
-    "drafters": Bench(
-        "Drafters of SmolLM2-135M-Instruct side by side on their own kind of prompts, K = 4,"
-        " greedy, one request at a time",
-        DRAFTERS,
-        f"{OUT}/drafters.json",
         methods,
     ),
     "engines": Bench(

@@ -38,14 +38,21 @@ def test_quickstart_and_engines_of_a_report_are_rows():
         assert rows and {row[0] for row in rows} <= {"draftsmith", "vllm"}
 
 
-def test_suites_are_a_row_per_report_of_prompts_and_method(tmp_path, monkeypatch):
+def test_suites_are_a_row_per_method_with_cells_for_every_set_of_prompts(tmp_path, monkeypatch):
     monkeypatch.setattr(bench, "ROOT", tmp_path)
-    for name in ("humaneval/ngram", "mt_bench/eagle3"):
-        (folder := tmp_path / bench.OUT / "suites" / name).mkdir(parents=True)
-        (folder / "acceptance.json").write_text(make_report().model_dump_json())
+    report = make_report()
+    pooled = next(cell for cell in report.results if cell.workload == "all")
+    for method, prompts in product((*bench.TABLE_HEADS, *bench.TABLE_METHODS), bench.TABLE_PROMPTS):
+        (folder := tmp_path / bench.OUT / "suites" / prompts / method).mkdir(parents=True)
+        (folder / "acceptance.json").write_text(report.model_dump_json())
     head, *rows = bench.suites({})
-    assert [row[:2] for row in rows] == [["humaneval", "`ngram`"], ["mt_bench", "`eagle3`"]]
-    assert all(len(row) == len(head) for row in rows)
+    assert [row[0] for row in rows] == [
+        f"`{method}`" for method in (*bench.TABLE_HEADS, *bench.TABLE_METHODS)
+    ]
+    assert all(len(row) == len(head) == 2 + 2 * len(bench.TABLE_PROMPTS) for row in rows)
+    forwards, speedups = rows[0][1:3]
+    assert forwards.split(" / ")[1:] == [f"{pooled.tokens_per_forward:.2f}", "–"]
+    assert speedups == f"{pooled.speedup_vs_autoregressive.value:.2f} / –"
 
 
 def test_sources_are_rows_of_medians_behind_the_first_steps(tmp_path, monkeypatch):
