@@ -74,30 +74,39 @@ def suites(_: dict[str, Any]) -> Rows:
         head += [prompts, f"{prompts}, speedup"]
     rows = [[*head, "mismatches"]]
     for method in (*TABLE_HEADS, *TABLE_METHODS):
-        files = [
-            ROOT / OUT / "suites" / name / method / "acceptance.json" for name in TABLE_PROMPTS
-        ]
-        reports = [json.loads(file.read_text(encoding="utf-8")) for file in files]
         row = [f"`{method}`"]
-        for report in reports:
-            row += suite_cells(report)
-        checks = [check for report in reports for check in pooled(report)["draftsmith"]["lossless"]]
-        rows.append([*row, str(sum(check["mismatches"] for check in checks))])
+        mismatches = 0
+        for prompts in TABLE_PROMPTS:
+            folder = ROOT / OUT / "suites" / prompts
+            engines = pooled(folder / method / "acceptance.json")
+            row += [forwards(engines), speedups(folder, method)]
+            checks = engines["draftsmith"]["lossless"]
+            mismatches += sum(check["mismatches"] for check in checks)
+        rows.append([*row, str(mismatches)])
     return rows
 
 
-def suite_cells(report: dict[str, Any]) -> list[str]:
-    """acceptance.json -> its tokens per forward and its speedups."""
-    engines = pooled(report)
-    ours, vllm = engines["draftsmith"], engines.get("vllm", {})
+def forwards(engines: dict[str, dict[str, Any]]) -> str:
+    """Tokens per forward: expected, here, in vLLM."""
+    ours = engines["draftsmith"]
     expected = (ours.get("expected") or {}).get("acceptance_length")
-    forwards = (expected, ours["tokens_per_forward"], vllm.get("tokens_per_forward"))
-    speedups = [cell.get("speedup_vs_autoregressive") for cell in (ours, vllm)]
-    return [" / ".join(map(number, forwards)), " / ".join(map(estimate, speedups))]
+    in_vllm = engines.get("vllm", {}).get("tokens_per_forward")
+    return " / ".join(map(number, (expected, ours["tokens_per_forward"], in_vllm)))
 
 
-def pooled(report: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """The figures over all prompts at T = 0, by engine."""
+def speedups(folder: Path, method: str) -> str:
+    """The speedups of a method on the prompts of a folder: here, in vLLM if it was timed there."""
+    times = json.loads((folder / "speed.json").read_text(encoding="utf-8"))
+    names = [name for name in times if method in Path(name).parts]  # of an export, or the method
+    cells = [times[names[0]]["metrics"]]
+    timed = folder / method / "vllm" / "acceptance.json"
+    cells.append(pooled(timed)["vllm"] if timed.exists() else {})
+    return " / ".join(estimate(cell.get("speedup_vs_autoregressive")) for cell in cells)
+
+
+def pooled(file: Path) -> dict[str, dict[str, Any]]:
+    """The figures of an acceptance.json over all prompts at T = 0, by engine."""
+    report = json.loads(file.read_text(encoding="utf-8"))
     cells = [cell for cell in report["results"] if cell["workload"] == "all"]
     return {cell["engine"]: cell for cell in cells if cell["temperature"] == 0}
 
@@ -284,28 +293,42 @@ TABLE_HEADS = ("eagle3", "draft_model", "medusa", "mlp", "dspark")
 TABLE_METHODS = ("ngram", "suffix")
 TABLE_PROMPTS = {"quickstart": "own kind", "mt_bench": "MT-Bench", "humaneval": "HumanEval"}
 TABLE_MINUTES = 20  # of one core's time, for every head
+# Acceptance first, then the speeds: ours side by side, in CPU time; vLLM's by the wall's clock,
+# for which the machine has to be its own.
 SUITES = f"""for head in {" ".join(TABLE_HEADS)}; do
   OMP_NUM_THREADS=1 python scripts/minutes.py train \\
     recipes/smollm2-135m-instruct/$head.yaml training.max_minutes={TABLE_MINUTES} \\
     data.validation=[] evaluation.prompts=[] gates={{}}
+  drafters="${{drafters-}} --drafter runs/smollm2-135m-instruct/$head/export"
 done
-on() {{  # on NAME PROMPTS METHOD: PROMPTS and METHOD are options
-  OMP_NUM_THREADS=1 draftsmith evaluate --model runs/smollm2-135m-instruct/model $2 $3 \\
-    --temperature 0 --max-tokens 64 --repeats 1 --out {OUT}/suites/$1
+on() {{  # on FOLDER OPTIONS...
+  OMP_NUM_THREADS=1 draftsmith evaluate --model runs/smollm2-135m-instruct/model \\
+    --temperature 0 --max-tokens 64 --out {OUT}/suites/$1 "${{@:2}}"
+}}
+side_by_side() {{  # side_by_side NAME FILE COUNT
+  python scripts/cpu_clock.py try --model runs/smollm2-135m-instruct/model $drafters \\
+    --prompts $2 --num-prompts $3 -k 4 --max-tokens 64 --repeats 1 \\
+    --json {OUT}/suites/$1/speed.json
 }}
 quickstart="--prompts {PROMPTS} --prompts-per-workload 2"
-mt_bench="--suite mt_bench --prompts-per-workload 2"
-humaneval="--suite humaneval --prompts-per-workload 16"
-both="--engine draftsmith --engine vllm"
+mt_bench="--suite mt_bench --prompts-per-workload 1"
+humaneval="--suite humaneval --prompts-per-workload 12"
 for name in {" ".join(TABLE_PROMPTS)}; do
   for head in {" ".join(TABLE_HEADS)}; do
-    case $head in eagle3|draft_model) engines=$both ;; *) engines="" ;; esac
-    on $name/$head "${{!name}}" "--drafter runs/smollm2-135m-instruct/$head/export $engines"
+    head_of="--drafter runs/smollm2-135m-instruct/$head/export"
+    case $head in eagle3|draft_model) vllm="--engine vllm" ;; *) vllm="" ;; esac
+    on $name/$head ${{!name}} $head_of --repeats 0 --engine draftsmith $vllm
+    test -z "$vllm" || on $name/$head/vllm ${{!name}} $head_of --repeats 1 $vllm
   done
   for method in {" ".join(TABLE_METHODS)}; do
-    on $name/$method "${{!name}}" "--method $method"
+    on $name/$method ${{!name}} --method $method --repeats 0
   done
-done"""
+done
+for suite in mt_bench humaneval; do
+  python scripts/suite_prompts.py $suite 12 > {OUT}/suites/$suite.jsonl
+  side_by_side $suite {OUT}/suites/$suite.jsonl 12
+done
+side_by_side quickstart {PROMPTS} 2"""
 CACHE_FEATURES = f"""draftsmith cache-features recipes/smollm2-135m-instruct/eagle3.yaml \\
   features.mode=cache features.dir={OUT}/minutes/features \\
   data.validation=[] evaluation.prompts=[] gates={{}}"""

@@ -189,12 +189,17 @@ def first_answer(messages: Sequence[Mapping[str, Any]]) -> int:
     return roles.index("assistant") if "assistant" in roles else len(roles)
 
 
-def suite_prompts(name: str) -> Prompts:
-    """The first turns of conversations of a suite."""
+def suite_questions(name: str) -> list[str]:
+    """The first turns of all conversations of a suite."""
     from draftsmith.inference.evaluation.suites import default_path, load_suite
 
-    found = spread_over(load_suite(name, ROOT / default_path(name)), TEXTS)
-    return [[{"role": "user", "content": conversation.turns[0]}] for conversation in found]
+    return [one.turns[0] for one in load_suite(name, ROOT / default_path(name))]
+
+
+def suite_prompts(name: str) -> Prompts:
+    """The first turns of conversations of a suite."""
+    questions = spread_over(suite_questions(name), TEXTS)
+    return [[{"role": "user", "content": question}] for question in questions]
 
 
 def prompts_by_judge(broad: Path | None) -> dict[str, Prompts]:

@@ -42,17 +42,29 @@ def test_suites_are_a_row_per_method_with_cells_for_every_set_of_prompts(tmp_pat
     monkeypatch.setattr(bench, "ROOT", tmp_path)
     report = make_report()
     pooled = next(cell for cell in report.results if cell.workload == "all")
-    for method, prompts in product((*bench.TABLE_HEADS, *bench.TABLE_METHODS), bench.TABLE_PROMPTS):
-        (folder := tmp_path / bench.OUT / "suites" / prompts / method).mkdir(parents=True)
-        (folder / "acceptance.json").write_text(report.model_dump_json())
+    names = (*bench.TABLE_HEADS, *bench.TABLE_METHODS)
+    times = {
+        f"runs/{name}/export" if name in bench.TABLE_HEADS else name: {
+            "metrics": {"speedup_vs_autoregressive": {"value": 1 + place / 10}}
+        }
+        for place, name in enumerate(names)
+    }
+    for prompts in bench.TABLE_PROMPTS:
+        folder = tmp_path / bench.OUT / "suites" / prompts
+        for name in names:
+            (folder / name).mkdir(parents=True)
+            (folder / name / "acceptance.json").write_text(report.model_dump_json())
+        (folder / "speed.json").write_text(json.dumps(times))
+        (folder / "eagle3" / "vllm").mkdir()
+        in_vllm = in_engine(report, "vllm").model_dump_json()
+        (folder / "eagle3" / "vllm" / "acceptance.json").write_text(in_vllm)
     head, *rows = bench.suites({})
-    assert [row[0] for row in rows] == [
-        f"`{method}`" for method in (*bench.TABLE_HEADS, *bench.TABLE_METHODS)
-    ]
+    assert [row[0] for row in rows] == [f"`{name}`" for name in names]
     assert all(len(row) == len(head) == 2 + 2 * len(bench.TABLE_PROMPTS) for row in rows)
     forwards, speedups = rows[0][1:3]
     assert forwards.split(" / ")[1:] == [f"{pooled.tokens_per_forward:.2f}", "–"]
-    assert speedups == f"{pooled.speedup_vs_autoregressive.value:.2f} / –"
+    assert speedups == f"1.00 / {pooled.speedup_vs_autoregressive.value:.2f}"
+    assert [row[2] for row in rows[1:]] == [f"{1 + i / 10:.2f} / –" for i in range(1, len(names))]
 
 
 def test_sources_are_rows_of_medians_behind_the_first_steps(tmp_path, monkeypatch):
