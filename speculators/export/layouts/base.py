@@ -29,7 +29,10 @@ PREFIX = "model."
 REFUSES = "vLLM refuses it"
 RANDOM = "vLLM runs with the values that the module was made with, and accepts nothing or less"
 ONES = "vLLM runs with ones"
-SCORES_ALL = "vLLM and SGLang score all of them: drafts cost more, and texts stay the same"
+SCORES_ALL = (
+    "vLLM and SGLang score all of them: drafts cost more, some are tokens that it was not trained"
+    " for, and texts stay the same"
+)
 
 
 @dataclass(frozen=True)
