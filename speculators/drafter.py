@@ -22,8 +22,8 @@ from draftsmith.speculators.config import DrafterConfig
 from draftsmith.speculators.errors import ConfigError
 from draftsmith.speculators.layers.decoder import DecoderLayer
 from draftsmith.speculators.layers.frozen_linear import FrozenLinear, freeze_linears, thaw_linears
-from draftsmith.speculators.layers.head_rows import frozen_rows, head_rows, keep_rows
-from draftsmith.speculators.layers.int8_linear import quantise_linears
+from draftsmith.speculators.layers.head_rows import frozen_rows, keep_rows, row_product
+from draftsmith.speculators.layers.int8_linear import FrozenInt8Linear, quantise_linears
 from draftsmith.speculators.options import DrafterOptions
 from draftsmith.speculators.precision import on_device, on_host
 from draftsmith.speculators.target.frozen_target import FrozenTarget, TargetFeatures
@@ -199,7 +199,7 @@ class Drafter(nn.Module):
         # how often each target token was supervised [V], where that is known; goes into an export
         self.token_counts: Tensor | None = None
         # while frozen: the rows of `borrowed_head` that are read, if the vocabulary is reduced
-        self._borrowed_rows: FrozenLinear | None = None
+        self._borrowed_rows: FrozenLinear | FrozenInt8Linear | None = None
         if config.reduced_vocabulary:
             self.register_buffer("target_ids", torch.arange(config.draft_vocab_size))
 
@@ -260,7 +260,7 @@ class Drafter(nn.Module):
             return lender.logits(hidden)
         if self._borrowed_rows is not None:
             return lender.head_to_logits(self._borrowed_rows(hidden))
-        rows = nn.functional.linear(hidden, *head_rows(lender.lm_head, self.borrowed_ids))
+        rows = row_product(lender.lm_head, self.borrowed_ids, hidden)
         return lender.head_to_logits(rows)
 
     @torch.no_grad()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from draftsmith.speculators.errors import ConfigError
 from draftsmith.speculators.layers.frozen_linear import FrozenLinear
+from draftsmith.speculators.layers.int8_linear import FrozenInt8Linear, Int8Linear, rows_to_int8
 
 
 def head_rows(head: nn.Module, ids: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -22,9 +24,19 @@ def head_rows(head: nn.Module, ids: Tensor) -> tuple[Tensor, Tensor | None]:
     return head.weight.index_select(0, rows), bias
 
 
-def frozen_rows(head: nn.Module, ids: Tensor) -> FrozenLinear:
+def row_product(head: nn.Module, ids: Tensor, x: Tensor) -> Tensor:
+    """x [..., H] -> [..., n] by the rows `ids` [n] of an output head, with their gradients, which
+    int8 weights have none of. ConfigError as `head_rows`."""
+    if isinstance(head, Int8Linear):
+        return frozen_rows(head, ids)(x)
+    return nn.functional.linear(x, *head_rows(head, ids))
+
+
+def frozen_rows(head: nn.Module, ids: Tensor) -> FrozenLinear | FrozenInt8Linear:
     """A copy of these rows, [..., H] -> [..., n], which does not follow what is written to the
     head."""
+    if isinstance(head, Int8Linear):
+        return FrozenInt8Linear(head.rows(ids))
     weight, bias = head_rows(head, ids)
     rows = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
     rows.weight = nn.Parameter(weight.detach(), requires_grad=False)
@@ -40,3 +52,24 @@ def keep_rows(linear: nn.Linear, ids: Tensor) -> None:
     if bias is not None:
         linear.bias = nn.Parameter(bias.detach(), requires_grad=linear.bias.requires_grad)
     linear.out_features = len(ids)
+
+
+@torch.no_grad()
+def mean_elsewhere(head: nn.Module, ids: Tensor) -> dict[str, Tensor]:
+    """The tensors of an output head in which every row but `ids` [n] is the mean of these: for each
+    state, the logit there is the mean of theirs, and no larger than the largest."""
+    rows = ids.to(head.weight.device)
+    tensors = {name: tensor.clone() for name, tensor in head.state_dict().items()}
+    whole = tensors["weight"].float()
+    if isinstance(head, Int8Linear):
+        whole = whole * tensors["weight_scale"]
+    others = torch.ones(len(whole), dtype=torch.bool, device=whole.device)
+    others[rows] = False
+    mean = whole[rows].mean(0, keepdim=True)
+    if isinstance(head, Int8Linear):
+        tensors["weight"][others], tensors["weight_scale"][others] = rows_to_int8(mean)
+    else:
+        tensors["weight"][others] = mean.to(tensors["weight"].dtype)
+    if "bias" in tensors:
+        tensors["bias"][others] = tensors["bias"][rows].float().mean().to(tensors["bias"].dtype)
+    return tensors

@@ -50,6 +50,17 @@ class Int8Linear(nn.Module):
             quantised.bias = linear.bias
         return quantised
 
+    def rows(self, ids: Tensor) -> Int8Linear:
+        """A copy of the rows `ids` [n]: a layer with n outputs."""
+        ids = ids.to(self.weight.device)
+        kept = Int8Linear(self.in_features, len(ids), self.bias is not None)
+        kept = kept.to(self.weight.device, self.like.dtype)
+        kept.weight = self.weight.index_select(0, ids)
+        kept.weight_scale = self.weight_scale.index_select(0, ids)
+        if self.bias is not None:
+            kept.bias = nn.Parameter(self.bias.detach().index_select(0, ids), requires_grad=False)
+        return kept
+
     @override
     def forward(self, x: Tensor) -> Tensor:
         return int8_product(x, self.weight, self.weight_scale, self.bias)

@@ -182,9 +182,9 @@ class TokenMap:
         save_file(tensors, folder / FILE, metadata={"format": "pt"})
 
     @classmethod
-    def load(cls, folder: Path, vocab_size: int, draft_vocab_size: int) -> TokenMap:
-        """Reads what `save` wrote, for models with these numbers of embeddings. CheckpointError
-        names what is wrong."""
+    def load(cls, folder: Path, vocab_size: int | None, draft_vocab_size: int) -> TokenMap:
+        """Reads what `save` wrote, for models with these numbers of embeddings (`vocab_size` None:
+        any target). CheckpointError names what is wrong."""
         path = folder / FILE
         try:
             tensors = load_file(path)
@@ -194,10 +194,12 @@ class TokenMap:
             ) from error
         if tensors.keys() == {field.name for field in fields(cls)}:
             token_map = cls(**tensors)
-            if token_map._fits(vocab_size, draft_vocab_size):
+            size = token_map.vocab_size if vocab_size is None else vocab_size
+            if token_map._fits(size, draft_vocab_size):
                 return token_map
+        of_target = "a target's" if vocab_size is None else f"the target's {vocab_size:,}"
         raise CheckpointError(
-            f"no map between the target's {vocab_size:,} ids and the draft model's"
+            f"no map between {of_target} ids and the draft model's"
             f" {draft_vocab_size:,}; export the drafter again",
             where=f"{path}",
         )

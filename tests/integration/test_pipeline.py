@@ -20,6 +20,7 @@ from draftsmith.speculators.errors import CheckpointError, ConfigError, Unsuppor
 from draftsmith.speculators.export import read_drafter_config
 from draftsmith.speculators.target.frozen_target import FrozenTarget
 from draftsmith.train.commands.runs import cache_features
+from draftsmith.train.pipeline.export_stage import reexport
 from draftsmith.train.pipeline.run import run
 from draftsmith.train.trainer import checkpoint
 from draftsmith.train.trainer.joint_target import cross_entropy
@@ -104,6 +105,7 @@ KILLED = """
 import os, signal, sys
 from draftsmith.inference import whole_file
 from draftsmith.inference.evaluation import evaluate
+from draftsmith.train.pipeline.export_stage import reexport
 from draftsmith.train.pipeline.run import run
 
 replace = os.replace
@@ -126,6 +128,13 @@ def files_of(out: Path) -> dict[str, bytes]:
     """The responses of a run and its exported weights, by name."""
     paths = [*(out / "responses").iterdir(), out / "export" / "model.safetensors"]
     return {path.name: path.read_bytes() for path in paths}
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Of all files of a folder but transformers' defaults for writing, by their names in it."""
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    files = [path for path in files if path.name != "generation_config.json"]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
 @pytest.mark.integration
@@ -198,6 +207,8 @@ def test_a_draft_model_from_recipe_to_report(recipe, tmp_path):
     out = tmp_path / "run"
     assert summary(out)["lossless_mismatches"] == 0
     assert read_drafter_config(out / "export").other_tokenizer
+    again, _ = reexport(out, tmp_path / "again")
+    assert contents(again) == contents(out / "export")
     before = weights(out)
     assert run(recipe, [*options, *SHORT]) == 0
     assert_equal(weights(out), before)

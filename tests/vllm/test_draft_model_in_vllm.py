@@ -37,6 +37,15 @@ def test_fewer_layers_draft_the_same(servable_model, same_in_vllm) -> None:
     assert some_accepted(same_in_vllm(model, drafter))
 
 
+def test_a_reduced_vocabulary_drafts_the_same(servable_model, same_in_vllm) -> None:
+    """vLLM ranks all tokens, and drafts those of the vocabulary."""
+    model = servable_model("qwen2", tie_word_embeddings=True)
+    reduced = {"draft_vocab_size": model.config.vocab_size // 2}
+    drafter = student(FrozenTarget(model), 0.02, from_target=[0, 1, 2], **reduced)
+    drafter.target_ids.add_(model.config.vocab_size // 4)
+    assert some_accepted(same_in_vllm(model, drafter))
+
+
 def test_another_tokenizer_loads_with_its_map_beside(servable_model, serve, tmp_path: Path) -> None:
     """vLLM makes a map of its own, from the tokenizers' words; the text is the target's all the
     same."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -22,8 +22,10 @@ from draftsmith.speculators.registry import family_class
 from draftsmith.speculators.target.info import TargetSketch
 from draftsmith.speculators.target.longrope import trained_length
 from draftsmith.speculators.target.target_head import TargetHead
+from draftsmith.speculators.vocab.token_counts import load_counts
 from draftsmith.train.data.prepare import run_tokenizer
 from draftsmith.train.pipeline.adapted_target import named_adapted_target
+from draftsmith.train.pipeline.drafter_stage import meet_tokenizers
 from draftsmith.train.recipe.drafter_config import drafter_config
 from draftsmith.train.recipe.load import load_recipe
 from draftsmith.train.recipe.recipe import EXPORT, RECIPE, TARGET, Recipe
@@ -92,6 +94,9 @@ def reexport(
     checkpoint.load_weights(weights, drafter)
     exported = _dtype(dtype if dtype != "auto" else recipe.export.dtype, target)
     tokenizer = recipe.target.load_tokenizer()
+    drafter.attach(cast(TargetHead, target))  # sizes are all that is asked of it
+    meet_tokenizers(recipe, drafter, tokenizer)
+    drafter.token_counts = load_counts(run_dir / EXPORT)
     provenance = _provenance(recipe, step, tokenizer, run_dir, target.config)
     provenance["target"] = describe_target(target) | _weights_then(run_dir)
     return export_drafter(drafter, out, dtype=exported, provenance=provenance, format=format), step

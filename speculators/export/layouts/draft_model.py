@@ -1,7 +1,12 @@
 """Draft models: folders as transformers itself writes them.
 
 What transformers would initialise at random is refused here, tensor by tensor. A draft model with
-another tokenizer than its target's has the map between the two beside it."""
+another tokenizer than its target's has the map between the two beside it.
+
+Engines know no reduced vocabulary of a draft model: they rank all rows of its head. So the file's
+head has, for each token that is not drafted, the mean of the rows of those that are. Its logit is
+then the mean of theirs, which is below the largest of them whatever the state: an engine's best
+token is ours. A head that was tied to the embedding is so again when the folder is read here."""
 
 from __future__ import annotations
 
@@ -22,13 +27,17 @@ from draftsmith.speculators.export.headers import read_headers
 from draftsmith.speculators.export.layouts import base
 from draftsmith.speculators.export.layouts.base import Fault, FolderContents, Layout
 from draftsmith.speculators.families.draft_model.model import DraftModel, DraftModelConfig, sizes_of
-from draftsmith.speculators.families.draft_model.student import plain_fields
+from draftsmith.speculators.families.draft_model.student import config_of, plain_fields
 from draftsmith.speculators.hub import one_line
+from draftsmith.speculators.layers.head_rows import mean_elsewhere
 from draftsmith.speculators.precision import in_dtype
 from draftsmith.speculators.registry import build_config
 from draftsmith.speculators.target.probe import needs_eager
 from draftsmith.speculators.vocab.draft_vocab import load_ids, save_ids
 from draftsmith.speculators.vocab.token_map import TokenMap
+
+
+TIED = "tie_word_embeddings"  # also in the section `draftsmith`, where the file's head is not
 
 
 class DraftModelLayout(Layout):
@@ -37,7 +46,10 @@ class DraftModelLayout(Layout):
     family = "draft_model"
     bare = False
     ids_beside = True
-    reduced_in_engines = base.SCORES_ALL
+    reduced_in_engines = (
+        "vLLM and SGLang score all of them, so that drafts cost more; of an export of this version"
+        " they draft these alone, of an older one others too"
+    )
     without: ClassVar = {"": base.REFUSES}
     sglang_algorithm = "STANDALONE"
 
@@ -69,8 +81,12 @@ class DraftModelLayout(Layout):
         section = base.own_fields(config)
         section["draftsmith"] |= {"other_tokenizer": True} if config.other_tokenizer else {}
         section["draftsmith"] |= base.reduced_field(config)
-        architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model["model_type"]]
-        return {**config.model, "architectures": [architecture], "dtype": config.dtype, **section}
+        model = dict(config.model)
+        if config.reduced_vocabulary and config_of(model).tie_word_embeddings:
+            model[TIED] = False
+            section["draftsmith"][TIED] = True
+        architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model["model_type"]]
+        return {**model, "architectures": [architecture], "dtype": config.dtype, **section}
 
     @override
     def from_config(self, contents: FolderContents) -> DrafterConfig:
@@ -78,6 +94,8 @@ class DraftModelLayout(Layout):
             model = plain_fields(contents.fields, contents.where)
         except ConfigError as error:
             raise CheckpointError(str(error)) from error
+        if TIED in contents.section:
+            model[TIED] = contents.section[TIED]
         sizes = sizes_of(model)
         sizes["draft_vocab_size"] = contents.section.get("draft_vocab_size", sizes["vocab_size"])
         return build_config(
@@ -101,9 +119,10 @@ class DraftModelLayout(Layout):
         self, drafter: Drafter, config: DrafterConfig, folder: Path, dtype: torch.dtype
     ) -> None:
         drafter = cast(DraftModel, drafter)
-        drafter.model.save_pretrained(
-            folder, state_dict=in_dtype(drafter.model.state_dict(), dtype)
-        )
+        state = drafter.model.state_dict()
+        if config.reduced_vocabulary:
+            state |= _head_in_engines(drafter)
+        drafter.model.save_pretrained(folder, state_dict=in_dtype(state, dtype))
         if drafter.tokenizer is not None:
             drafter.tokenizer.save_pretrained(folder)
         if drafter.token_map is not None:
@@ -116,7 +135,11 @@ class DraftModelLayout(Layout):
         draft_model = cast(DraftModel, drafter)
         config = cast(DraftModelConfig, drafter.config)
         if config.quantization is None:
-            draft_model.take_model(self._load(folder))
+            model = self._load(folder)
+            if config_of(config.model).tie_word_embeddings:
+                model.config.tie_word_embeddings = True
+                model.tie_weights()
+            draft_model.take_model(model)
         else:  # scales, which transformers reads with a further library
             super().read(drafter, folder)
         state = draft_model.model.state_dict()
@@ -124,7 +147,7 @@ class DraftModelLayout(Layout):
             [base.not_finite(name) for name, x in state.items() if not x.isfinite().all()], folder
         )
         if config.other_tokenizer:
-            target_size = draft_model.target.vocab_size
+            target_size = draft_model.target.vocab_size if draft_model.attached else None
             draft_model.token_map = TokenMap.load(folder, target_size, config.vocab_size)
         if config.reduced_vocabulary:
             token_map = draft_model.token_map
@@ -166,3 +189,12 @@ class DraftModelLayout(Layout):
         if needs_eager(model.config):
             model.set_attn_implementation("eager")
         return model
+
+
+def _head_in_engines(drafter: DraftModel) -> dict[str, Tensor]:
+    """The tensors of its output head, under their names in its model, as an engine that knows no
+    reduced vocabulary is to read them."""
+    head = drafter.model.get_output_embeddings()
+    (name,) = (name for name, module in drafter.model.named_modules() if module is head)
+    tensors = mean_elsewhere(head, drafter.borrowed_ids)
+    return {f"{name}.{tensor}": values for tensor, values in tensors.items()}

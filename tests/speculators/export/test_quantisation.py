@@ -19,7 +19,7 @@ from tests.support.errors import raises_at
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", BASE.values())
+@pytest.mark.parametrize("name", [*BASE.values(), "draft_model, cut, reduced"])
 def test_an_int8_export_reads_back_to_the_same_drafter(name, tmp_path):
     target, drafter = world_of(name)
     small = quantised(drafter, "int8", "export")

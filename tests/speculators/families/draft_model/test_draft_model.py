@@ -104,6 +104,24 @@ def test_start_that_is_none_is_refused(tiny_model, options, named: str) -> None:
         student(FrozenTarget(tiny_model("llama")), **options)
 
 
+@torch.no_grad()
+def test_engines_that_read_an_export_whole_draft_the_tokens_it_was_trained_for(
+    tiny_model, tmp_path: Path
+) -> None:
+    """The head in the file is not the embedding, to which it is tied again when it is read here."""
+    target = FrozenTarget(tiny_model("qwen2", tie_word_embeddings=True))
+    drafter = student(target, 0.02, from_target={"last": 2}, draft_vocab_size=20)
+    drafter.target_ids.copy_(torch.arange(3, 63, 3))
+    folder = export_drafter(drafter, tmp_path, dtype=torch.float32)
+    expected = drafter.model(IDS).logits[..., drafter.target_ids].argmax(-1)
+    in_engines = AutoModelForCausalLM.from_pretrained(folder)
+    assert torch.equal(in_engines(IDS).logits.argmax(-1), drafter.target_ids[expected])
+    again = load_drafter(folder, target)
+    assert again.model.lm_head.weight is again.model.model.embed_tokens.weight
+    assert again.config == drafter.config
+    torch.testing.assert_close(again.model.state_dict(), drafter.model.state_dict())
+
+
 # ---------------------------------------------------------------------- plain folders
 
 # architecture, its config, of save_pretrained

@@ -8,6 +8,7 @@ import torch
 from draftsmith.inference import LLM, SamplingParams
 from draftsmith.speculators.errors import CheckpointError, ConfigError
 from draftsmith.speculators.export import export_drafter, load_drafter, read_drafter_config
+from draftsmith.speculators.export.convert import convert
 from draftsmith.speculators.families.draft_model.model import DraftModel
 from draftsmith.speculators.target.frozen_target import FrozenTarget
 from draftsmith.speculators.vocab.token_map import FILE
@@ -114,6 +115,8 @@ def test_an_intersection_drafts_and_is_exported_with_its_map(
     assert isinstance(drafter, DraftModel) and len(drafter.token_map.opening_ids) == 1
     folder = export_drafter(drafter, tmp_path / "head", dtype=torch.float32)
     assert read_drafter_config(folder) == drafter.config
+    converted = convert(folder, tmp_path / "converted")  # without a target at hand
+    assert (converted / FILE).read_bytes() == (folder / FILE).read_bytes()
     again = LLM(target_folder, speculative_config=drafting(folder))
     params = SamplingParams(temperature=1.0, max_tokens=20, ignore_eos=True, seed=5)
     texts = [ids_of(engine.generate(PROMPTS, params, False)) for engine in (llm, again)]
