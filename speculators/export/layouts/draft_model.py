@@ -36,7 +36,6 @@ from draftsmith.speculators.target.probe import needs_eager
 from draftsmith.speculators.vocab.draft_vocab import load_ids, save_ids
 from draftsmith.speculators.vocab.token_map import TokenMap
 
-
 TIED = "tie_word_embeddings"  # also in the section `draftsmith`, where the file's head is not
 
 
