@@ -121,7 +121,7 @@ def load_drafter_for(
     if tokenizer is not None:
         drafter.meet_tokenizers(
             tokenizer,
-            lambda: load_tokenizer(None, config.model),
+            lambda: load_own_tokenizer(config.model),
             intersection=isinstance(config, DraftModelOptions) and config.use_heterogeneous_vocab,
             where="use_heterogeneous_vocab: true",
         )
@@ -158,20 +158,24 @@ def make_proposer(
 
 
 def load_tokenizer(
-    model: Any, tokenizer: Any, *, trust_remote_code: bool = False, revision: str | None = None
+    model: Any,
+    tokenizer: Any,
+    *,
+    trust_remote_code: bool = False,
+    revision: str | None = None,
+    advice: str = "pass LLM(tokenizer=folder, repository id or object)",
 ) -> Any:
     """A tokenizer object as it is; otherwise loaded from `tokenizer`, or from where the model came
     from, in `revision`.
 
     None for a model object that came without one: prompts are then token ids, and texts are empty.
-    """
+    CheckpointError, with `advice`, if there is none to load."""
     if tokenizer is not None and not isinstance(tokenizer, str):
         return tokenizer
     source = tokenizer or (None if loaded(model) else model)
     if source is None:
         return None
     name, revision = split_revision(str(source), None if tokenizer else revision)
-    advice = "pass LLM(tokenizer=folder, repository id or object)"
     try:
         loaded_tokenizer = AutoTokenizer.from_pretrained(
             name, trust_remote_code=trust_remote_code, revision=revision
@@ -186,6 +190,13 @@ def load_tokenizer(
             f"there is no vocabulary beside config.json; {advice}", where=f"tokenizer {source}"
         )
     return loaded_tokenizer
+
+
+def load_own_tokenizer(drafter: str) -> Any:
+    """The tokenizer of a drafter that is a language model, from its folder or repository.
+    CheckpointError if there is none."""
+    advice = "put the tokenizer files of the draft model beside its config.json"
+    return load_tokenizer(None, drafter, advice=advice)
 
 
 def end_of_sequence_ids(model: str | FrozenTarget, tokenizer: Any, **source: Any) -> frozenset[int]:

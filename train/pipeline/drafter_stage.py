@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from draftsmith.inference.entrypoints.loading import load_tokenizer
+from draftsmith.inference.entrypoints.loading import load_own_tokenizer
 from draftsmith.inference.progress import Stages
 from draftsmith.speculators.config import DrafterConfig
 from draftsmith.speculators.drafter import Drafter
@@ -130,7 +130,7 @@ def meet_tokenizers(recipe: Recipe, drafter: Drafter, tokenizer: Any) -> None:
     start = start_folder(recipe)
     drafter.meet_tokenizers(
         tokenizer,
-        None if start is None else lambda: load_tokenizer(None, str(start)),
+        None if start is None else lambda: load_own_tokenizer(str(start)),
         intersection=getattr(recipe.drafter, "vocab", "same") == "intersection",
         where="drafter.vocab: intersection",
     )

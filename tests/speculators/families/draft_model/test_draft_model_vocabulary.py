@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 import torch
 
@@ -101,6 +103,16 @@ def test_another_tokenizer_is_refused_with_the_reason(
     reason = "tokenizer is not the target's: .*use_heterogeneous_vocab: true"
     with pytest.raises(ConfigError, match=reason):
         LLM(target_folder, speculative_config=drafting(draft_folder))
+
+
+def test_a_draft_model_without_its_tokenizer_is_refused_with_the_place_for_it(
+    target_folder: str, draft_folder: str, tmp_path
+) -> None:
+    bare = shutil.copytree(draft_folder, tmp_path / "bare")
+    for file in bare.glob("tokenizer*"):
+        file.unlink()
+    with pytest.raises(CheckpointError, match="bare: .*of the draft model beside its config.json"):
+        LLM(target_folder, speculative_config=drafting(str(bare)))
 
 
 @pytest.mark.slow
