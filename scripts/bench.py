@@ -335,7 +335,7 @@ CACHE_FEATURES = f"""draftsmith cache-features recipes/smollm2-135m-instruct/eag
 
 # Its features are written once; the library's head runs in vLLM as well.
 PEERS_MINUTES = f"""{CACHE_FEATURES}
-python scripts/bench_peers.py --minutes 10
+python scripts/bench_peers.py --minutes 10 --minutes 20
 draftsmith evaluate --model runs/smollm2-135m-instruct/model \\
   --drafter {OUT}/minutes/peers/speculators-10-*/export --suite humaneval \\
   --prompts-per-workload 12 --temperature 0 --max-tokens 96 --repeats 0 \\

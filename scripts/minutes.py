@@ -65,6 +65,10 @@ VARIANTS: dict[str, list[str]] = {
     "own_embeddings": ["drafter.own_embeddings=true"],
     "greedy_text": ["regenerate.temperatures={0.0: 1.0}"],
     "sampled_text": ["regenerate.temperatures={1.0: 1.0}"],
+    "responses_400": [
+        "data.train=[{path: recipes/quickstart/data/train.jsonl.gz, limit: 330},"
+        " {path: recipes/quickstart/data/code-train.jsonl.gz, limit: 70}]"
+    ],
     "taps_depths_4": TAPS_DEPTHS_4,
     "taps_depths_4_row_1": [*TAPS_DEPTHS_4, "training.batch_size=1"],
     "taps_depths_4_muon_0.04": [*TAPS_DEPTHS_4, "training.muon_learning_rate=0.04"],
