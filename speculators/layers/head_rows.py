@@ -60,16 +60,14 @@ def mean_elsewhere(head: nn.Module, ids: Tensor) -> dict[str, Tensor]:
     state, the logit there is the mean of theirs, and no larger than the largest."""
     rows = ids.to(head.weight.device)
     tensors = {name: tensor.clone() for name, tensor in head.state_dict().items()}
-    whole = tensors["weight"].float()
-    if isinstance(head, Int8Linear):
-        whole = whole * tensors["weight_scale"]
-    others = torch.ones(len(whole), dtype=torch.bool, device=whole.device)
+    others = torch.ones(len(head.weight), dtype=torch.bool, device=rows.device)
     others[rows] = False
-    mean = whole[rows].mean(0, keepdim=True)
     if isinstance(head, Int8Linear):
-        tensors["weight"][others], tensors["weight_scale"][others] = rows_to_int8(mean)
+        kept = head.weight[rows] * head.weight_scale[rows]
+        mean = rows_to_int8(kept.mean(0, keepdim=True))
+        tensors["weight"][others], tensors["weight_scale"][others] = mean
     else:
-        tensors["weight"][others] = mean.to(tensors["weight"].dtype)
-    if "bias" in tensors:
-        tensors["bias"][others] = tensors["bias"][rows].float().mean().to(tensors["bias"].dtype)
+        tensors["weight"][others] = head.weight[rows].float().mean(0).to(head.weight.dtype)
+    if head.bias is not None:
+        tensors["bias"][others] = head.bias[rows].float().mean().to(head.bias.dtype)
     return tensors

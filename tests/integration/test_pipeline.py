@@ -105,7 +105,6 @@ KILLED = """
 import os, signal, sys
 from draftsmith.inference import whole_file
 from draftsmith.inference.evaluation import evaluate
-from draftsmith.train.pipeline.export_stage import reexport
 from draftsmith.train.pipeline.run import run
 
 replace = os.replace
