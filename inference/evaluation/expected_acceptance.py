@@ -68,11 +68,25 @@ def expected_acceptance(
 
 
 @torch.no_grad()
+def label_probabilities(
+    target_hidden: Tensor, target_logits: Head, labels: Tensor, params: SamplingParams
+) -> Tensor:
+    """p(x) of the data tokens x, after temperature, top_p and top_k of `params`. [N]
+
+    target_hidden [N, H] the states that the tokens were drawn from; target_logits [n, H] -> [n, V];
+    labels [N] the ids of x."""
+    result = torch.zeros(len(labels), device=labels.device)
+    for rows in chunks_of(target_hidden, target_logits):
+        p = probabilities(target_logits(target_hidden[rows]), params)  # [n, V]
+        result[rows] = p.gather(-1, labels[rows, None])[:, 0]
+    return result
+
+
+@torch.no_grad()
 def accept_probabilities(
     hidden: Tensor,
     head: Head,
-    target_hidden: Tensor,
-    target_logits: Head,
+    p: Tensor,
     labels: Tensor,
     params: SamplingParams,
     draft_to_target: Tensor | None = None,
@@ -80,30 +94,31 @@ def accept_probabilities(
     """The probability that the data token x was an accepted draft, given that x came out: min(1,
     q(x) / p(x)). [N]
 
-    hidden [N, D] the drafter's states; head [n, D] -> logits [n, V_draft]; target_hidden [N, H] the
-    states to match; target_logits [n, H] -> [n, V]; labels [N] the target ids of x. p and q are
-    taken after temperature, top_p and top_k of `params`, as the runtime takes them; q is 0 outside
-    the draft vocabulary. temperature 0: 1 where the drafter's argmax is x, else 0. NaN where the
-    drafter's logits are NaN."""
+    hidden [N, D] the drafter's states; head [n, D] -> logits [n, V_draft]; p [N] of x, as
+    `label_probabilities` gives it; labels [N] the target ids of x. p and q are taken after
+    temperature, top_p and top_k of `params`, as the runtime takes them; q is 0 outside the draft
+    vocabulary. temperature 0: 1 where the drafter's argmax is x, else 0, whatever p is. NaN where
+    the drafter's logits are NaN."""
     accept = torch.zeros(hidden.shape[0], device=hidden.device)
-    if not len(accept):
-        return accept
-    vocab_size = target_logits(target_hidden[:1]).shape[-1]
-    chunk_size = chunk_size_of(vocab_size)
     draft_labels = to_draft_ids(labels, draft_to_target)[:, None]  # below 0: outside
-    for start in range(0, len(accept), chunk_size):
-        rows = slice(start, start + chunk_size)
+    for rows in chunks_of(hidden, head):
         draft_logits = head(hidden[rows])  # [n, V_draft]
         q = probabilities(draft_logits, params).gather(-1, draft_labels[rows].clamp_min(0))
         q = torch.where(draft_labels[rows] >= 0, q, 0.0)[:, 0]
         if params.greedy:
             accept[rows] = q.where(~draft_logits.amax(-1).isnan(), math.nan)
             continue
-        target_p = probabilities(target_logits(target_hidden[rows]), params)  # [n, V]
-        p = target_p.gather(-1, labels[rows, None])[:, 0]
         # p(x) = 0 cannot be of a token that was drawn, but for rounding at the edge of a filter
-        accept[rows] = torch.where(p > 0, (q / p).clamp_max(1.0), (q > 0).to(q))
+        accept[rows] = torch.where(p[rows] > 0, (q / p[rows]).clamp_max(1.0), (q > 0).to(q))
     return accept
+
+
+def chunks_of(hidden: Tensor, head: Head) -> list[slice]:
+    """The rows of `hidden` [N, D] in parts whose logits are held at once."""
+    if not len(hidden):
+        return []
+    size = chunk_size_of(head(hidden[:1]).shape[-1])
+    return [slice(start, start + size) for start in range(0, len(hidden), size)]
 
 
 def chunk_size_of(vocab_size: int) -> int:
@@ -143,15 +158,18 @@ def accept_tables(
     first = torch.tensor([len(prompt) - 1 for prompt, _ in texts], device=target.device)
     is_anchor = slots % T >= first[slots // T]
     ids = features.input_ids.flatten()
-    states = features.last_hidden.flatten(0, 1)
+    p = torch.ones(B * T, device=target.device)  # of the token after each slot, once for all depths
+    if not params.greedy:
+        drawn = features.loss_mask.flatten().nonzero()[:, 0] - 1
+        states = features.last_hidden.flatten(0, 1)[drawn]
+        p[drawn] = label_probabilities(states, target.logits, ids[drawn + 1], params)
     for step in drafter.unroll(features, k):
         kept = is_anchor[step.anchor_index]
         index = step.target_index[kept]
         table[step.depth, step.anchor_index[kept]] = accept_probabilities(
             step.hidden[kept],
             partial(drafter.head, depth=step.depth),
-            states[index],
-            target.logits,
+            p[index],
             ids[index + 1],
             params,
             drafter.draft_to_target,

@@ -24,6 +24,7 @@ from draftsmith.inference.evaluation.evaluate import (
 from draftsmith.inference.evaluation.expected_acceptance import (
     accept_probabilities,
     expected_acceptance,
+    label_probabilities,
 )
 from draftsmith.inference.evaluation.lossless import compare_greedy
 from draftsmith.inference.evaluation.timing import interleaved
@@ -132,9 +133,9 @@ def test_accept_probability_is_the_ratio_of_the_processed_distributions(
     full_q = scatter_to_target(probabilities(q_logits, params), draft_to_target, 12)
     q = full_q.gather(-1, labels[:, None])[:, 0]
     p = probabilities(p_logits, params).gather(-1, labels[:, None])[:, 0]
-    accept = accept_probabilities(
-        q_logits, lambda x: x, p_logits, lambda x: x, labels, params, draft_to_target
-    )
+    found = label_probabilities(p_logits, lambda x: x, labels, params)
+    torch.testing.assert_close(found, p)
+    accept = accept_probabilities(q_logits, lambda x: x, p, labels, params, draft_to_target)
     if temperature == 0:  # the text says what the target chose, whatever its logits are here
         assert torch.equal(accept, q)
     else:
