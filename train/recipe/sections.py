@@ -120,8 +120,8 @@ class TrainingSection(Section):
     weight_decay: float = Field(0.0, ge=0)
     """AdamW's decay; none, a head is small and trained briefly"""
     warmup_ratio: Share | None = None
-    """part of the run that warms the learning rate up; a cosine to zero after; null: the
-    preset's"""
+    """part of the run, behind the fit of a start, that warms the learning rate up; a cosine to
+    zero after; null: the preset's"""
     max_grad_norm: float | None = Field(None, gt=0)
     """gradient clipping; 0.5 in every EAGLE paper; null: the preset's"""
     mixed_precision: Literal["auto", "bf16", "no"] = "auto"

@@ -35,6 +35,7 @@ class TrainState:
 
     step: int = 0
     seconds: float = 0.0  # spent training, over every resumption
+    begun: float = 0.0  # the share of the budget that was spent before the first step
     best_value: float | None = None  # held-out expected acceptance length of `best/`
     best_step: int = 0
     measure: str = ""  # a hash of what `best_value` was measured on, and how

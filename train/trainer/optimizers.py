@@ -210,13 +210,17 @@ def load_optimizer_state(
         ) from error
 
 
-def learning_rate(training: RunTraining, share: float, total_steps: int | None) -> float:
+def learning_rate(
+    training: RunTraining, share: float, total_steps: int | None, begun: float = 0.0
+) -> float:
     """Linear warm-up over `warmup_ratio`, then cosine to zero. `share`: 0 to 1, of the budget
-    before this step; `total_steps`: None for time, whose first step has a hundredth of the peak."""
+    before this step; `total_steps`: None for time, whose first step has a hundredth of the peak;
+    `begun`: the share before the first step, which a fitted start has taken of the time."""
     peak = training.learning_rate
     warm_up = training.warmup_ratio
-    if share < warm_up:
-        following = share + 1 / total_steps if total_steps else max(share, 0.01 * warm_up)
+    since = share - begun
+    if since < warm_up:
+        following = since + 1 / total_steps if total_steps else max(since, 0.01 * warm_up)
         return peak * min(1.0, following / warm_up)
-    after = (share - warm_up) / max(1 - warm_up, 1e-9)
+    after = (since - warm_up) / max(1 - begun - warm_up, 1e-9)
     return peak * 0.5 * (1 + math.cos(math.pi * min(after, 1.0)))

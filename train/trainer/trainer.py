@@ -210,6 +210,8 @@ class Trainer:
         warm = spent  # after the first step, in which kernels are compiled
         try:
             self.share = self.share_done()
+            if not self.state.step:
+                self.state.begun = self.share
             self._require_minutes()
             while self.share < 1:
                 self.step_began = time.monotonic()
@@ -353,7 +355,7 @@ class Trainer:
             row_weights = row_weights * self.joint.heads_weight(share)
             supervised = self._sum(sum(self.joint.count_terms(host) for host in hosts))
         measured = self._gradients(batches, row_weights, supervised)
-        rate = learning_rate(self.training, share, self.total_steps)
+        rate = learning_rate(self.training, share, self.total_steps, self.state.begun)
         norm = self._update(rate)
         self.state.step += 1
         tokens = [[(host.segment_ids >= 0).sum(), host.loss_mask.sum()] for host in hosts]

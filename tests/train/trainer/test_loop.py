@@ -100,6 +100,15 @@ def test_the_warm_up_rises_and_never_passes_the_peak(total_steps):
         assert rates[1 + len(warm) :] == sorted(rates[1 + len(warm) :], reverse=True)
 
 
+def test_the_warm_up_begins_behind_a_start_that_took_time():
+    """Or a fitted start would be overrun at the full rate."""
+    training = make_recipe(warmup_ratio=0.1, learning_rate=1.0).training
+    shares = [0.3 + s / 1000 for s in range(701)]
+    rates = [learning_rate(training, share, None, begun=0.3) for share in shares]
+    assert rates[0] < 0.02 and rates[100] == 1.0 and rates[-1] == 0.0
+    assert rates[:101] == sorted(rates[:101]) and rates[100:] == sorted(rates[100:], reverse=True)
+
+
 def overflow(trainer: Trainer, monkeypatch, *steps: int) -> None:
     """One element of one gradient is infinite in each of these steps."""
     real = trainer.replica.fill_gradients
