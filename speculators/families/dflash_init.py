@@ -3,9 +3,9 @@
 A head that starts at random takes hundreds of steps to find out that the end of the context
 matters. Here every attention head first gets a fixed pattern: it looks back a given number of
 positions, by rotary frequencies alone. With fixed patterns a layer is linear in its values, so that
-the best values and output projection are a least-squares problem over all slots of many blocks.
-Each layer is fitted to what the layers before it leave. `head` is a block head
-(families/dflash.py)."""
+the best values and output projection are a least-squares problem over all slots of many blocks,
+and behind them the best down projection of an MLP whose other weights stay random. Each layer is
+fitted to what the layers before it leave. `head` is a block head (families/dflash.py)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,13 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from draftsmith.speculators.errors import ConfigError
-from draftsmith.speculators.families.least_squares import reduced_rank, ridge, unit
+from draftsmith.speculators.families.least_squares import (
+    MLP_RIDGE,
+    Regression,
+    reduced_rank,
+    ridge,
+    unit,
+)
 from draftsmith.speculators.layers.attention import attention as attend
 from draftsmith.speculators.layers.decoder import Attention, DecoderLayer
 from draftsmith.speculators.target.frozen_target import TargetFeatures
@@ -51,8 +57,10 @@ def start_from_least_squares(
         _look_back(head, layer.self_attn, torch.cat([batch.inputs(layer) for batch in batches]))
         attended = torch.cat([batch.attended(layer) for batch in batches])
         _fit_values(layer.self_attn, attended, torch.cat([batch.left() for batch in batches]))
+        layer.mlp.down_proj.weight.zero_()
         for batch in batches:
             batch.advance(layer)
+        _fit_mlp(layer, batches)
     states = torch.cat([batch.states() for batch in batches])
     head.norm.weight.mul_(states.square().mean(-1).sqrt().mean())
     before = [batch.before for batch in batches]
@@ -106,11 +114,30 @@ class _Slots:
         )
         return seen.transpose(1, 2)[self.chosen].float()
 
+    def inner(self, layer: DecoderLayer) -> Tensor:
+        """[N, I]: what the layer's down projection reads."""
+        x = layer.post_attention_layernorm(self.state[self.chosen])
+        return layer.mlp.inner(x).float()
+
+    def add_mlp(self, layer: DecoderLayer) -> None:
+        self.state = self.state + layer.mlp(layer.post_attention_layernorm(self.state))
+
     def advance(self, layer: DecoderLayer) -> None:
         context = layer.self_attn.project(self.batch.context, self.batch.context_rotary)[1:]
         attend = self.head.attend_blocks(context, self.batch.blocks)
         slots = self.batch.slots_per_block
         self.state = self.head.run_layer(layer, self.state, self.batch.rotary, attend, slots)
+
+
+def _fit_mlp(layer: DecoderLayer, batches: Sequence[_Slots]) -> None:
+    """The layer's down projection, fitted to what its attention leaves; the states go on behind
+    it."""
+    regression = Regression(MLP_RIDGE)
+    for batch in batches:
+        regression.add(batch.inner(layer), batch.left())
+    layer.mlp.down_proj.weight.copy_(regression.solve().T)
+    for batch in batches:
+        batch.add_mlp(layer)
 
 
 def _look_back(head: Any, attention: Attention, inputs: Tensor) -> None:

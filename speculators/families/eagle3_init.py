@@ -2,31 +2,33 @@
 
 `start_from_taps` measures next to nothing: the deepest tap passes through to the target's own
 output rows. `start_from_least_squares` fits the head to features of some training rows in closed
-form, in seconds. Such a head starts from the best linear recursion there is, and from one attention
-head that copies."""
+form, in seconds. Such a head starts from the best linear recursion there is, from one attention
+head that copies, and from an MLP that is fitted to what these leave."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from draftsmith.speculators.drafter import valid_terms
+from draftsmith.speculators.drafter import host_batch, valid_terms
 from draftsmith.speculators.errors import ConfigError
-from draftsmith.speculators.families.least_squares import ridge, unit
-from draftsmith.speculators.layers.decoder import Attention
+from draftsmith.speculators.families import least_squares
+from draftsmith.speculators.families.autoregressive import DecoderChain, slots_in_use
+from draftsmith.speculators.families.least_squares import MLP_RIDGE, Regression, unit
+from draftsmith.speculators.layers.decoder import Attention, DecoderLayer
 from draftsmith.speculators.target.frozen_target import TargetFeatures
 from draftsmith.speculators.target.target_head import TargetHead
 
-if TYPE_CHECKING:
-    from draftsmith.speculators.families.autoregressive import DecoderChain
-
-
 DEPTHS = 4  # over which the recursion is fitted, on its own predictions
 ROUNDS = 3  # of refitting it to them
+# of the regressions, whose terms are few for as many inputs: with a hundredth of it a head knows
+# its sample better and accepts less elsewhere
+RIDGE = 0.1
+MLP_ROUNDS = 2  # of fitting the MLP, which changes the states that deeper depths read
 # logit of a query for the key of its own slot: nearly all of the softmax over some hundred keys
 OWN_SLOT_SCORE = 12.0
 COPY_SCORE = 20.0  # logit of a query for a slot whose token is the query's
@@ -35,6 +37,9 @@ COPY_REACH = 256  # tokens over which a copying key must not turn away
 # of the first distributions, as a factor on the logits: a linear guess deserves less than the
 # target's
 SHARPNESS = 0.8
+
+
+ridge = partial(least_squares.ridge, strength=RIDGE)
 
 
 @torch.no_grad()
@@ -83,7 +88,8 @@ def start_from_least_squares(
     left, G - 1 and B, goes through the values of attention heads that look at their own slot. The
     last group of heads instead looks for the slot behind an earlier occurrence of the newest token
     and writes the token that followed there. (Recursion: EAGLE-3's training-time test, arXiv
-    2503.01840; copying circuit: Olsson et al., arXiv 2209.11895.)"""
+    2503.01840; copying circuit: Olsson et al., arXiv 2209.11895.) Values have fewer dimensions than
+    the map; what they cannot hold, and what is not linear, is left to the MLP (`_fit_mlp`)."""
     config = head.config
     first = head.layers[0]
     if not config.norm_before_residual or config.hidden_size != config.target_hidden_size:
@@ -94,7 +100,8 @@ def start_from_least_squares(
         )
     start_from_taps(head, target)
     scale = target.final_norm_weight
-    taps, states, embeds = _terms(head, features, scale)
+    size = _state_size(features) if scale is None else scale
+    taps, states, embeds = _terms(head, features, size)
     H = config.hidden_size
     P, step = _recursion(taps, states, embeds, scale if config.norm_output else None)
     B = step[H:]
@@ -111,10 +118,11 @@ def start_from_least_squares(
             norm.weight.fill_(math.sqrt(OWN_SLOT_SCORE / math.sqrt(config.head_dim)))
     for weight in (first.self_attn.q_proj.weight, first.self_attn.k_proj.weight):
         weight.add_(torch.randn_like(weight), alpha=0.02)  # heads that are alike become different
+    _fit_mlp(head, features, size)
 
 
 def _terms(
-    head: DecoderChain, features: Sequence[TargetFeatures], scale: Tensor | None
+    head: DecoderChain, features: Sequence[TargetFeatures], size: Tensor
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     """For slots with a term at every depth: the input of `fc` [N, F], and for DEPTHS + 1 positions
     from each slot on the target's states y [N, H] and normed token embeddings [N, H]."""
@@ -128,8 +136,7 @@ def _terms(
         rows, slots = chosen.nonzero(as_tuple=True)
         taps.append(head.read_taps(f.taps[rows, slots].to(head.fc.weight.dtype)))
         for k in range(DEPTHS + 1):
-            y = f.last_hidden[rows, slots + k].float()
-            states[k].append(y if scale is None else y / scale)
+            states[k].append(f.last_hidden[rows, slots + k].float() / size)
             embeds[k].append(unit(head.embed(f.input_ids[rows, slots + k]).float()))
     inputs = torch.cat(taps)
     if len(inputs) == 0:
@@ -137,10 +144,13 @@ def _terms(
             "least_squares needs responses of a few tokens; set taps", where="drafter.init"
         )
     y = [torch.cat(tensors) for tensors in states]
-    if scale is None:  # any architecture's: of unit size on the whole
-        size = y[0].square().mean().sqrt()
-        y = [state / size for state in y]
     return inputs.float(), y, [torch.cat(tensors) for tensors in embeds]
+
+
+def _state_size(features: Sequence[TargetFeatures]) -> Tensor:
+    """[] root mean square of the target's states on the whole, whatever its architecture."""
+    states = [f.last_hidden[f.segment_ids >= 0].float() for f in features]
+    return torch.cat(states).square().mean().sqrt()
 
 
 def _recursion(
@@ -172,6 +182,43 @@ def _recursion(
         near = G @ G.T + 0.1 * torch.eye(H, device=G.device)
         P = torch.linalg.solve(near, (best @ G.T + 0.1 * direct).T).T
     return P / (taps @ P).square().mean().sqrt(), step
+
+
+def _fit_mlp(head: DecoderChain, features: Sequence[TargetFeatures], size: Tensor) -> None:
+    """The last layer's down projection, from gate and up projections that stay random: the ridge
+    regression, over all depths of the head's own runs, of what its states lack of the target's.
+    (Random features: Rahimi and Recht, NeurIPS 2007.)"""
+    layer = head.layers[-1]
+    for part in (layer.mlp.gate_proj, layer.mlp.up_proj):
+        part.weight.mul_(2.0)  # of the usual size, for smaller steps of `down`
+    down = layer.mlp.down_proj.weight.zero_()
+    for _ in range(MLP_ROUNDS):
+        regression = Regression(MLP_RIDGE)
+        for batch in features:
+            for states, desired in _before_mlp(head, layer, batch, size):
+                inner = layer.mlp.inner(layer.post_attention_layernorm(states))
+                regression.add(inner.float(), desired - states.float())
+        down.copy_(regression.solve().T)
+
+
+def _before_mlp(
+    head: DecoderChain, layer: DecoderLayer, batch: TargetFeatures, size: Tensor
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """The terms of each depth of an unroll: states before the MLP of the last layer [N, H], and the
+    target's states that it should make of them [N, H]."""
+    depths = min(DEPTHS, head.max_depth or DEPTHS)
+    valid = head.terms(host_batch(batch), depths)
+    slots = slots_in_use(torch.stack(valid).any(0))  # [B, M], those whose states come out
+    y = batch.last_hidden.flatten(0, 1).float() / size
+    read: list[Tensor] = []
+    norm = layer.post_attention_layernorm
+    hook = norm.register_forward_pre_hook(lambda _, inputs: read.append(inputs[0]))
+    try:
+        for step in head.unroll(batch, depths):
+            terms = valid[step.depth].gather(1, slots).flatten().nonzero()[:, 0]
+            yield read.pop().flatten(0, 1)[terms.to(y.device)], y[step.target_index]
+    finally:
+        hook.remove()
 
 
 def _own_token(head: DecoderChain, features: Sequence[TargetFeatures]) -> Tensor:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 RIDGE = 1e-3  # of the mean square of the inputs
+MLP_RIDGE = 0.1  # the same of an MLP's inner state, whose parts are many
 LEAST_TERMS = 8_192  # that a fit should see
 
 
@@ -14,13 +15,37 @@ def terms_for(inputs: int) -> int:
     return max(LEAST_TERMS, 2 * inputs)
 
 
-def ridge(inputs: Tensor, outputs: Tensor) -> Tensor:
-    """[N, I], [N, O] -> [I, O] of the least |inputs W - outputs|² + ridge |W|², by column size."""
-    size = inputs.square().mean(0).sqrt().clamp(min=1e-6)
-    scaled = inputs / size
-    gram = scaled.T @ scaled
-    gram.diagonal().add_(RIDGE * len(inputs))
-    return torch.linalg.solve(gram, scaled.T @ outputs) / size[:, None]
+class Regression:
+    """A ridge regression whose terms come in parts."""
+
+    def __init__(self, strength: float = RIDGE) -> None:
+        """`strength`: of the mean square of the inputs."""
+        self.strength = strength
+        self.terms = 0
+        self.gram: Tensor | float = 0.0  # [I, I] of the inputs
+        self.product: Tensor | float = 0.0  # [I, O] of inputs and outputs
+
+    def add(self, inputs: Tensor, outputs: Tensor) -> None:
+        """Terms [N, I], [N, O]."""
+        self.terms += len(inputs)
+        self.gram = inputs.T @ inputs + self.gram
+        self.product = inputs.T @ outputs + self.product
+
+    def solve(self) -> Tensor:
+        """[I, O] of the least |inputs W - outputs|² + strength |W|², by column size."""
+        assert isinstance(self.gram, Tensor) and isinstance(self.product, Tensor), "no terms"
+        size = (self.gram.diagonal() / self.terms).sqrt().clamp(min=1e-6)
+        scaled = self.gram / size / size[:, None]
+        scaled.diagonal().add_(self.strength * self.terms)
+        return torch.linalg.solve(scaled, self.product / size[:, None]) / size[:, None]
+
+
+def ridge(inputs: Tensor, outputs: Tensor, strength: float = RIDGE) -> Tensor:
+    """[N, I], [N, O] -> [I, O] of the least |inputs W - outputs|² + strength |W|², by column
+    size."""
+    regression = Regression(strength)
+    regression.add(inputs, outputs)
+    return regression.solve()
 
 
 def reduced_rank(inputs: Tensor, matrix: Tensor, rank: int) -> tuple[Tensor, Tensor]:

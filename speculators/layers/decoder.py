@@ -134,12 +134,16 @@ class GatedMLP(nn.Module):
 
     @override
     def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.inner(x))
+
+    def inner(self, x: Tensor) -> Tensor:
+        """What the down projection reads of x [..., H]: [..., intermediate_size]."""
         if self.fused is None:
             gate = self.gate_proj(x)
             up = self.up_proj(x)
         else:
             gate, up = self.fused(x).chunk(2, dim=-1)
-        return self.down_proj(self.act(gate) * up)
+        return self.act(gate) * up
 
 
 class DecoderLayer(nn.Module):

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from draftsmith.speculators.errors import ConfigError
 from draftsmith.speculators.families.eagle3 import Eagle3
-from draftsmith.speculators.families.least_squares import reduced_rank, ridge
+from draftsmith.speculators.families.least_squares import RIDGE, Regression, reduced_rank, ridge
 from draftsmith.speculators.registry import config_for_target, family_class
 from draftsmith.speculators.target.frozen_target import FrozenTarget, TargetFeatures
 from tests.support.errors import raises_at
@@ -101,6 +101,17 @@ def test_the_last_group_of_heads_copies(target, features):
     assert all(w > o + 0.02 for w, o in zip(with_copying, without)), (with_copying, without)
 
 
+@pytest.mark.parametrize("shape", [{}, {"num_layers": 2}, {"norm_output": True}], ids=str)
+def test_the_mlp_is_fitted_to_what_attention_leaves(target, features, shape):
+    held_out = features_of(target, rows("train", 24, 40))
+    with torch.no_grad():
+        drafter = head(target, fitted_to=features, **shape)
+        with_mlp = accepted_by_depth(target, drafter, held_out)
+        drafter.layers[-1].mlp.down_proj.weight.zero_()
+        without = accepted_by_depth(target, drafter, held_out)
+    assert sum(with_mlp) > sum(without) + 0.05, (with_mlp, without)
+
+
 @pytest.mark.parametrize(
     "shape",
     [
@@ -168,6 +179,15 @@ def test_a_fitted_block_predicts_in_every_slot_before_it_is_trained(
     assert all(f > 2 * p and f > 0.1 for f, p in zip(fitted, plain, strict=True)), (plain, fitted)
 
 
+def test_the_mlp_of_a_block_is_fitted_to_what_attention_leaves(target, features, held_out):
+    with torch.no_grad():
+        drafter = block(target, "dflash", fitted_to=features, num_layers=1)
+        with_mlp = accepted_by_depth(target, drafter, held_out)
+        drafter.layers[0].mlp.down_proj.weight.zero_()
+        without = accepted_by_depth(target, drafter, held_out)
+    assert sum(with_mlp) > sum(without) + 0.05, (with_mlp, without)
+
+
 def test_the_bias_of_the_token_before_is_fitted_too(target, features, held_out):
     with torch.no_grad():
         drafter = block(target, "dspark", fitted_to=features, num_layers=1)
@@ -175,6 +195,21 @@ def test_the_bias_of_the_token_before_is_fitted_too(target, features, held_out):
         drafter.markov_head.markov_w2.weight.zero_()
         without = accepted_by_depth(target, drafter, held_out)
     assert all(f > w for f, w in zip(fitted[1:], without[1:], strict=True)), (without, fitted)
+
+
+def test_a_regression_in_parts_is_that_of_all_terms():
+    torch.manual_seed(0)
+    x = torch.randn(300, 12) * torch.linspace(0.1, 3, 12)
+    y = torch.randn(300, 7)
+    parts = Regression()
+    for part in torch.arange(300).split(70):
+        parts.add(x[part], y[part])
+    size = x.square().mean(0).sqrt()
+    scaled = x / size
+    gram = scaled.T @ scaled + RIDGE * 300 * torch.eye(12)
+    torch.testing.assert_close(
+        parts.solve(), torch.linalg.solve(gram, scaled.T @ y) / size[:, None]
+    )
 
 
 def test_a_map_of_low_rank_is_the_best_on_its_inputs():
