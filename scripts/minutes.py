@@ -41,12 +41,20 @@ LONGEST_PROMPT = 2000  # letters before the first answer of a conversation that 
 TEMPERATURES = (0.0, 1.0)
 # A judge's file of prompts: of conversations, or of a suite by its name.
 SUITES = ("mt_bench", "humaneval")
+# The rates of a training that starts from nothing.
+USUAL_RATES = [
+    "training.muon_learning_rate=0.02",
+    "training.learning_rate=1.5e-3",
+    "training.warmup_ratio=0.04",
+]
+TAPS = ["drafter.init=taps", *USUAL_RATES]
 # The recipe's settings of before: a start from the taps, and as many depths as are drafted.
-TAPS_DEPTHS_4 = ["drafter.init=taps", "drafter.unroll_steps=4"]
+TAPS_DEPTHS_4 = [*TAPS, "drafter.unroll_steps=4"]
 # What a run of eagle3 changes in the recipe, by the variant's name.
 VARIANTS: dict[str, list[str]] = {
     "default": [],
-    "taps": ["drafter.init=taps"],
+    "taps": TAPS,
+    "usual_rates": USUAL_RATES,
     "depths_1": ["drafter.unroll_steps=1"],
     "depths_3": ["drafter.unroll_steps=3"],
     "depths_4": ["drafter.unroll_steps=4"],
@@ -54,7 +62,7 @@ VARIANTS: dict[str, list[str]] = {
     "row_4": ["training.batch_size=4"],
     "rows_1280": ["data.max_length=1280", "training.batch_size=1"],
     "adamw": ["training.preset=short_adamw"],
-    "muon_0.01": ["training.muon_learning_rate=0.01"],
+    "muon_0.01": ["training.muon_learning_rate=0.01", "training.learning_rate=8e-4"],
     "vocabulary_4k": ["drafter.draft_vocab_size=4096"],
     "vocabulary_16k": ["drafter.draft_vocab_size=16384"],
     "vocabulary_all": ["drafter.draft_vocab_size=49152"],
@@ -81,7 +89,7 @@ DSPARK_VARIANTS: dict[str, list[str]] = {
     "default": [],
     "layers_3": ["drafter.num_layers=3"],
     "taps_tv_layers_3": [
-        "drafter.init=taps",
+        *TAPS,
         "drafter.num_layers=3",
         "loss={cross_entropy: 0.1, tv: 1.8}",
     ],

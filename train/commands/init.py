@@ -59,6 +59,11 @@ CPU_REDUCED = ("draft_model", "dspark", "medusa", "mlp")
 # Option of a family -> depths; the first of these that the family has. A block has a slot more.
 CPU_DEPTHS = {"block_size": 5, "num_depths": 4, "n_predict": 4, "num_heads": 4, "unroll_steps": 4}
 FITTED = ("least_squares", "a fitted start, for trainings of minutes")
+FITTED_RATES: dict[str, tuple[Any, str]] = {
+    "training.muon_learning_rate": (0.005, "the usual 0.02 undoes a fitted start"),
+    "training.learning_rate": (4e-4, "of what Muon does not step; the usual is 1.5e-3"),
+    "training.warmup_ratio": (0.1, "behind the fit"),
+}
 # Of a family: key of the recipe -> value and comment (docs/training.md says what they gain).
 CPU_START: dict[str, dict[str, tuple[Any, str]]] = {
     "eagle3": {
@@ -71,11 +76,13 @@ CPU_START: dict[str, dict[str, tuple[Any, str]]] = {
             True,
             "it needs this; SGLang serves no such head, vLLM does",
         ),
+        **FITTED_RATES,
     },
     "dspark": {
         "drafter.init": FITTED,
         "drafter.num_layers": (1, "in minutes, more steps teach more than more layers"),
         "loss.forward_kl": (1.0, "in minutes it teaches more than the published mix"),
+        **FITTED_RATES,
     },
 }
 CPU_PROMPTS = 8  # of each workload, that are measured
