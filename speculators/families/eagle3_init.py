@@ -190,7 +190,7 @@ def _fit_mlp(head: DecoderChain, features: Sequence[TargetFeatures], size: Tenso
     (Random features: Rahimi and Recht, NeurIPS 2007.)"""
     layer = head.layers[-1]
     for part in (layer.mlp.gate_proj, layer.mlp.up_proj):
-        part.weight.mul_(2.0)  # of the usual size, for smaller steps of `down`
+        part.weight.mul_(2.0)  # back to the usual size: `down` need not be large
     down = layer.mlp.down_proj.weight.zero_()
     for _ in range(MLP_ROUNDS):
         regression = Regression(MLP_RIDGE)
