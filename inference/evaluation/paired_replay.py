@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,7 +15,7 @@ from draftsmith.inference.evaluation.expected_acceptance import (
     WrittenText,
     accept_tables,
     batches_of,
-    chunk_size_of,
+    chunks_of,
     teacher_forced,
 )
 from draftsmith.inference.progress import Advance, unwatched
@@ -92,11 +91,10 @@ def excess_surprise(
     excess = torch.zeros(B, T, dtype=torch.float64)
     rows, places = features.loss_mask.nonzero(as_tuple=True)
     states = features.last_hidden[rows, places - 1]  # those that the tokens were drawn from
-    chunk = chunk_size_of(target.vocab_size)
-    of_chunk = partial(_excess, target, params=drawn)
+    labels = ids[rows, places]
     parts = [
-        of_chunk(states[i : i + chunk], ids[rows[i : i + chunk], places[i : i + chunk]])
-        for i in range(0, len(rows), chunk)
+        _excess(target, states[chunk], labels[chunk], drawn)
+        for chunk in chunks_of(states, target.logits)
     ]
     excess[rows.cpu(), places.cpu()] = torch.cat(parts).double().cpu()
     return excess.sum(1).tolist()

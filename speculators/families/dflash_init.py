@@ -89,9 +89,11 @@ class _Slots:
         self.before = features.input_ids[rows, path][terms]  # [N]
 
     def states(self) -> Tensor:
+        """[N, H] of the slots with a term."""
         return self.state[self.chosen].float()
 
     def left(self) -> Tensor:
+        """[N, H]: what these states lack of the desired output."""
         return self.desired - self.states()
 
     def inputs(self, layer: DecoderLayer) -> Tensor:
@@ -120,9 +122,11 @@ class _Slots:
         return layer.mlp.inner(x).float()
 
     def add_mlp(self, layer: DecoderLayer) -> None:
+        """The layer's MLP, over states that its attention has passed."""
         self.state = self.state + layer.mlp(layer.post_attention_layernorm(self.state))
 
     def advance(self, layer: DecoderLayer) -> None:
+        """The whole layer, over all slots."""
         context = layer.self_attn.project(self.batch.context, self.batch.context_rotary)[1:]
         attend = self.head.attend_blocks(context, self.batch.blocks)
         slots = self.batch.slots_per_block

@@ -309,7 +309,8 @@ def test_share_of_minutes_is_agreed_on_twice_a_step_at_most(tiny_model, tmp_path
 
 @pytest.mark.slow
 def test_a_budget_of_minutes_goes_on_where_it_stopped(tiny_model, tmp_path, monkeypatch):
-    """Seconds that were spent, and with them the learning rate, are part of a checkpoint."""
+    """Seconds that were spent, and with them the learning rate, are part of a checkpoint; so is
+    what a start took of them, behind which the warm-up begins."""
     recipe = make_recipe(steps=None, max_minutes=1.0, save_every=5)
     clock = SimpleNamespace(seconds=0.0)
     monkeypatch.setattr(
@@ -318,6 +319,7 @@ def test_a_budget_of_minutes_goes_on_where_it_stopped(tiny_model, tmp_path, monk
 
     def timed():
         trainer = make_trainer(tiny_model, tmp_path, recipe)
+        trainer.state.seconds = 15.0
         real = trainer.step
 
         def slow(share):
@@ -329,7 +331,7 @@ def test_a_budget_of_minutes_goes_on_where_it_stopped(tiny_model, tmp_path, monk
 
     cut_off(timed(), 12)
     rates = [record["learning_rate"] for record in timed().run().history]
-    expected = [learning_rate(recipe.training, n / 40, None) for n in range(40)]
+    expected = [learning_rate(recipe.training, n / 40, None, begun=0.25) for n in range(10, 40)]
     assert rates == pytest.approx(expected)
 
 
