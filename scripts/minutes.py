@@ -61,7 +61,11 @@ VARIANTS: dict[str, list[str]] = {
     "row_1": ["training.batch_size=1"],
     "row_4": ["training.batch_size=4"],
     "rows_1280": ["data.max_length=1280", "training.batch_size=1"],
-    "adamw": ["training.preset=short_adamw"],
+    "adamw": [
+        "training.optimizer=adamw",
+        "training.muon_learning_rate=null",
+        "training.learning_rate=1e-3",
+    ],
     "muon_0.01": ["training.muon_learning_rate=0.01", "training.learning_rate=8e-4"],
     "vocabulary_4k": ["drafter.draft_vocab_size=4096"],
     "vocabulary_16k": ["drafter.draft_vocab_size=16384"],
@@ -94,7 +98,12 @@ DSPARK_VARIANTS: dict[str, list[str]] = {
         "loss={cross_entropy: 0.1, tv: 1.8}",
     ],
 }
-BY_FAMILY = {"eagle3": VARIANTS, "dspark": DSPARK_VARIANTS}
+# Of peagle; weights by depth in place of the published equal ones.
+PEAGLE_VARIANTS: dict[str, list[str]] = {
+    "default": [],
+    "gamma_2": ["position_weights={gamma: 2.0}"],
+}
+BY_FAMILY = {"eagle3": VARIANTS, "dspark": DSPARK_VARIANTS, "peagle": PEAGLE_VARIANTS}
 # The recipe, without what follows the training.
 TRAINING_ALONE = [
     "data.validation=[]",

@@ -22,7 +22,7 @@ from tests.support.vllm import with_head
 pytestmark = [pytest.mark.slow, pytest.mark.integration]
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 DATA = RECIPES / "quickstart" / "data"
-FAMILIES = ("eagle3", "dspark", "mlp", "draft_model")
+FAMILIES = ("eagle3", "peagle", "dspark", "mlp", "draft_model")
 SHORT = (  # three steps on a few rows
     "training.steps=3",
     "training.max_minutes=null",
