@@ -306,8 +306,8 @@ on() {{  # on FOLDER OPTIONS...
     --temperature 0 --max-tokens 64 --out {OUT}/suites/$1 "${{@:2}}"
 }}
 side_by_side() {{  # side_by_side NAME FILE COUNT
-  python scripts/cpu_clock.py try --model runs/smollm2-135m-instruct/model $drafters \\
-    --prompts $2 --num-prompts $3 -k 4 --max-tokens 64 --repeats 1 \\
+  python scripts/turns.py --model runs/smollm2-135m-instruct/model $drafters \\
+    --prompts $2 --num-prompts $3 -k 4 --max-tokens 64 \\
     --json {OUT}/suites/$1/speed.json
 }}
 quickstart="--prompts {PROMPTS} --prompts-per-workload 2"
@@ -325,8 +325,8 @@ for name in {" ".join(TABLE_PROMPTS)}; do
   done
 done
 for suite in mt_bench humaneval; do
-  python scripts/suite_prompts.py $suite 12 > {OUT}/suites/$suite.jsonl
-  side_by_side $suite {OUT}/suites/$suite.jsonl 12
+  python scripts/suite_prompts.py $suite 10 > {OUT}/suites/$suite.jsonl
+  side_by_side $suite {OUT}/suites/$suite.jsonl 10
 done
 side_by_side quickstart {PROMPTS} 2"""
 CACHE_FEATURES = f"""draftsmith cache-features recipes/smollm2-135m-instruct/eagle3.yaml \\
