@@ -30,8 +30,6 @@ from draftsmith.inference.spec_decode.proposers.methods import method_options
 from draftsmith.train.pipeline.evaluate_again import prompts_of_file
 from scripts.measuring import save_json
 
-METHODS = ("ngram", "suffix")  # without a checkpoint, that are timed beside the drafters
-
 
 @dataclass
 class Answers:
@@ -93,14 +91,20 @@ def compare(
     drafter: Annotated[list[str], typer.Option(help="An exported drafter; again for more.")],
     prompts: Annotated[Path, typer.Option(help="JSONL of prompts.")],
     json: Annotated[Path, typer.Option(help="JSON file to write all figures to.")],
+    method: Annotated[
+        list[str] | None, typer.Option(help="A method without a checkpoint; again for more.")
+    ] = None,
     num_prompts: Annotated[int, typer.Option(min=1, help="Prompts of each workload.")] = 10,
     k: Annotated[int, typer.Option("-k", min=1, help="Tokens drafted per round.")] = 4,
     max_tokens: Annotated[int, typer.Option(min=2, help="Longest response.")] = 64,
 ) -> None:
-    """Times plain decoding, n-grams, suffixes and any drafters, greedy and one request at a time,
-    and prints the speedup of each. Exit code 1 if a text differs from that of plain decoding."""
+    """Times plain decoding, drafters and methods, greedy and one request at a time, prints the
+    speedup of each, and says where a text is not that of plain decoding: by a tie of the two best
+    tokens or by a mismatch, which `draftsmith evaluate` tells apart."""
     tokens = {"num_speculative_tokens": k}
-    methods = {name: {"method": name} | method_options(name).measured | tokens for name in METHODS}
+    methods = {
+        name: {"method": name} | method_options(name).measured | tokens for name in method or []
+    }
     methods |= {export: {"model": export} | tokens for export in drafter}
     ids = prompts_of_file(model, prompts, num_prompts, max_tokens)
     engines = SideBySide(model, methods, max_num_seqs=1)
@@ -109,8 +113,6 @@ def compare(
         speedup = one["metrics"]["speedup_vs_autoregressive"]["value"]
         print(f"{name}: {speedup:.2f}{'' if one['same'] else ', with other texts'}")
     save_json(json, timed)
-    if not all(one["same"] for one in timed.values()):
-        raise typer.Exit(1)
 
 
 if __name__ == "__main__":
