@@ -306,7 +306,7 @@ on() {{  # on FOLDER OPTIONS...
     --temperature 0 --max-tokens 64 --out {OUT}/suites/$1 "${{@:2}}"
 }}
 side_by_side() {{  # side_by_side NAME FILE COUNT
-  python scripts/turns.py --model runs/smollm2-135m-instruct/model $drafters \\
+  python scripts/cpu_speed.py --model runs/smollm2-135m-instruct/model $drafters \\
     {" ".join(f"--method {name}" for name in TABLE_METHODS)} \\
     --prompts $2 --num-prompts $3 -k 4 --max-tokens 64 \\
     --json {OUT}/suites/$1/speed.json

@@ -26,6 +26,7 @@ from draftsmith.inference.entrypoints.speculative_config import (
     sizes_of,
 )
 from draftsmith.inference.evaluation.round_times import time_rounds
+from draftsmith.inference.evaluation.timing import turns_of
 from draftsmith.inference.model_runner.model_runner import ModelRunner
 from draftsmith.inference.outputs import RequestOutput
 from draftsmith.inference.report.round_cost import RoundTimes
@@ -160,13 +161,16 @@ class MeasuredEngine(ABC):
         self, prompts: Prompts, params: Sequence[SamplingParams], *, speculate: bool, batch: int
     ) -> list[RequestOutput]:
         """The responses with their `metrics`, at most `batch` prompts in flight."""
-        size = len(prompts) if batch >= self.drafting.rows else batch
-        parts = [slice(start, start + size) for start in range(0, len(prompts), size)]
-        return [
-            output
-            for part in parts
-            for output in self._write(prompts[part], params[part], speculate)
-        ]
+        outputs = []
+        for turn in self.turns(len(prompts), batch):
+            part = slice(turn.start, turn.stop)
+            outputs += self._write(prompts[part], params[part], speculate)
+        return outputs
+
+    def turns(self, count: int, batch: int) -> list[range]:
+        """The places of `count` prompts that are given at once, so that at most `batch` are in
+        flight: all of them where the engine itself keeps to that."""
+        return turns_of(count, count if batch >= self.drafting.rows else batch)
 
     @abstractmethod
     def _write(

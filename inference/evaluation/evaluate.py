@@ -3,8 +3,8 @@ acceptance report.
 
 Per workload and temperature: acceptance on many prompts in batches, and the acceptance that replay
 expects on the same text; at temperature 0 the text without drafting; times on a few prompts, the
-same in every repeat, with drafting and without, one right after the other. Then the lossless check
-in float32. The engine that is measured is any of engines.py."""
+same in every repeat, which drafting and no drafting answer in turns. Then the lossless check in
+float32. The engine that is measured is any of engines.py."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -92,7 +93,7 @@ class EvaluationSettings:
     timed_prompts         least prompts of a timed pass, the same ones in every repeat
     timed_tokens          least tokens of a timed pass: more prompts are timed until there are as
                           many; a pass of fewer is settled by a few rounds
-    repeats               interleaved passes: on, off, then in reverse; 0: nothing is timed
+    repeats               passes with drafting and without, in turns; 0: nothing is timed
     batch_size            requests in flight while timing
     lossless_prompts      prompts for the float32 comparison; 0 is off
     """
@@ -440,25 +441,33 @@ class _Evaluation:
     # ------------------------------------------------------------------ times
 
     def _time(self, cell: _CellRun) -> None:
-        """Interleaved passes on the same prompts each."""
+        """Passes on the same prompts each, which drafting and no drafting answer in turns."""
         settings = self.settings
         note = f"{cell.suite or ''} {cell.workload}, T={cell.temperature:g}: times".strip()
-        self._note(note)
         prompts = cell.prompts[: self._num_timed(cell)]
         # the seeds of `_write`, so that drafting writes the texts that were counted
         params = settings.sampling(cell.temperature, range(len(prompts)))
 
-        def write(speculate: bool) -> list[RequestOutput]:
-            return self.engine.write(
-                prompts, params, speculate=speculate, batch=settings.batch_size
-            )
+        turns = self.engine.turns(len(prompts), settings.batch_size)
+        whole = 2 * settings.repeats * len(prompts)  # responses
+        ended = 0
 
-        runs = {SPECULATIVE: lambda: write(True), AUTOREGRESSIVE: lambda: write(False)}
+        def write(speculate: bool, turn: range) -> list[RequestOutput]:
+            nonlocal ended
+            self._note(f"{note}, {ended} of {whole} responses")
+            part = slice(turn.start, turn.stop)
+            outputs = self.engine.write(
+                prompts[part], params[part], speculate=speculate, batch=settings.batch_size
+            )
+            ended += len(outputs)
+            return outputs
+
+        runs = {SPECULATIVE: partial(write, True), AUTOREGRESSIVE: partial(write, False)}
         cell.passes = {kind: [] for kind in runs}
-        passes = interleaved(runs, cell.workload, settings.repeats, self.engine.device)
-        for ended, (kind, run) in enumerate(passes, 1):
+        for kind, run, _ in interleaved(
+            runs, cell.workload, turns, settings.repeats, self.engine.device
+        ):
             cell.passes[kind].append(run)
-            self._note(f"{note}, {ended} of {len(runs) * settings.repeats} passes")
         cell.rounds = self.engine.time_rounds(prompts, params, settings.batch_size)
 
     def _num_timed(self, cell: _CellRun) -> int:

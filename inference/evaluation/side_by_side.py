@@ -1,8 +1,9 @@
 """Compares drafting methods for one target in one process, on the same prompts and the same
 weights: `draftsmith try` and `python -m draftsmith.inference.offline`.
 
-Every method has an engine of its own; `default` drafts nothing. A repeat runs all of them one right
-after the other, every other repeat in reverse order (inference/evaluation/timing.py)."""
+Every method has an engine of its own; `default` drafts nothing. They answer the prompts in turns
+(inference/evaluation/timing.py): one prompt at a time, or where several are in flight all of them,
+so that batches stay full."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
+from time import perf_counter
 from typing import Any, Self
 
 from rich.console import Console
@@ -24,7 +26,7 @@ from draftsmith.inference.entrypoints.prompts import Prompt
 from draftsmith.inference.entrypoints.speculative_config import complete, parse_speculative_config
 from draftsmith.inference.evaluation.lossless import compare_greedy
 from draftsmith.inference.evaluation.round_times import time_rounds
-from draftsmith.inference.evaluation.timing import interleaved
+from draftsmith.inference.evaluation.timing import Clock, interleaved, turns_of
 from draftsmith.inference.evaluation.vocabulary_curve import (
     LoadedSizes,
     VocabularySize,
@@ -58,8 +60,8 @@ COLUMNS = ("tok/s", "τ", "drafted", "/fwd", "speedup", "same")
 
 
 class ResponseBar:
-    """A bar of tqdm's kind that reports the responses of a pass to a stage, after the `done` of
-    the passes before."""
+    """A bar of tqdm's kind that reports the responses of a turn to a stage, after the `done` of
+    the turns before."""
 
     def __init__(self, progress: Advance, done: int, whole: int, note: str, **options: Any) -> None:
         self.progress = progress
@@ -140,36 +142,60 @@ class SideBySide:
         params: SamplingParams,
         repeats: int,
         progress: Advance = unwatched,
+        clock: Clock = perf_counter,
     ) -> dict[str, Measurement]:
         """Runs every method: warmed up, then timed `repeats` times; greedy responses are compared
-        with those of the default. An interrupt ends it and is kept in `interrupt`: the methods that
-        have passes are returned, and no text is compared.
+        with those of the default. An interrupt ends it and is kept in `interrupt`: the repeats that
+        had ended are returned, of the first one the prompts that all methods had answered, and no
+        text is compared.
 
         Request i has the seed `params.seed` + i (0 if None), so that a method writes the same text
         in every repeat. `requests` are those of the first one."""
         measured: dict[str, Measurement] = {}
         passes: dict[str, list[TimedPass]] = {name: [] for name in self.llms}
         try:
-            for name, run in self._passes(prompts, params, repeats, progress, measured):
+            self._warm_up(prompts, params, repeats, progress)
+            for name, run, outputs in self._passes(prompts, params, repeats, progress, clock):
                 passes[name].append(run)
+                if name not in measured:
+                    measured[name] = self._measurement(name, params, outputs)
         except KeyboardInterrupt as interrupt:
             self.interrupt = interrupt
-        measured = {name: result for name, result in measured.items() if passes[name]}
         for name, measurement in measured.items():
+            measurement.passes = {SPECULATIVE: passes[name]}
             if name == DEFAULT:
-                measurement.passes = {SPECULATIVE: passes[name]}
                 continue
-            # of a repeat that was interrupted one of the two may be missing
-            pairs = list(zip(passes[name], passes[DEFAULT], strict=False))
-            measurement.passes = {
-                SPECULATIVE: [run for run, _ in pairs],
-                AUTOREGRESSIVE: [run for _, run in pairs],
-            }
+            measurement.passes[AUTOREGRESSIVE] = passes[DEFAULT]
             if self.interrupt is None:
                 measurement.rounds = self._rounds(name, prompts, params)
             if params.greedy and self.interrupt is None:
                 measurement.lossless.append(self._compare(measured[DEFAULT], measurement))
         return measured
+
+    def _warm_up(
+        self, prompts: Sequence[Prompt], params: SamplingParams, repeats: int, progress: Advance
+    ) -> None:
+        """Warms every method up, on a few tokens of the first prompts."""
+        inputs, seeded = _requests(prompts, params)
+        short = min(WARM_UP_TOKENS, params.max_tokens or WARM_UP_TOKENS)
+        few = [replace(p, max_tokens=short) for p in seeded[: self.rows]]
+        longest = max(len(p.token_ids) for p in prompts) + (params.max_tokens or 0)
+        for name, llm in self.llms.items():
+            progress(0, f"{name}: warming up", self._responses(prompts, repeats))
+            llm.warm_up(longest=longest if params.max_tokens else None)
+            llm.generate(inputs[: self.rows], few, use_tqdm=False)
+
+    def _responses(self, prompts: Sequence[Prompt], repeats: int) -> int:
+        """How many responses all passes have."""
+        return len(self.llms) * repeats * len(prompts)
+
+    def _measurement(
+        self, name: str, params: SamplingParams, requests: list[RequestOutput]
+    ) -> Measurement:
+        """What is known of a method after its first pass."""
+        proposer = self.llms[name].engine.proposer
+        tokens = 0 if proposer is None else proposer.num_speculative_tokens
+        return Measurement("prompts", params.temperature or 0.0, name, tokens, requests)
 
     def _passes(
         self,
@@ -177,33 +203,25 @@ class SideBySide:
         params: SamplingParams,
         repeats: int,
         progress: Advance,
-        measured: dict[str, Measurement],
-    ) -> Iterator[tuple[str, TimedPass]]:
-        """Warms every method up, which then is in `measured`, and times its passes."""
+        clock: Clock,
+    ) -> Iterator[tuple[str, TimedPass, list[RequestOutput]]]:
+        """The timed passes of every method, with their responses."""
         inputs, seeded = _requests(prompts, params)
-        short = min(WARM_UP_TOKENS, params.max_tokens or WARM_UP_TOKENS)
-        few = [replace(p, max_tokens=short) for p in seeded[: self.rows]]
-        whole = len(self.llms) * repeats * len(prompts)  # responses
-        ended = Counter[str]()
-        longest = max(len(p.token_ids) for p in prompts) + (params.max_tokens or 0)
-        for name, llm in self.llms.items():
-            progress(0, f"{name}: warming up", whole)
-            llm.warm_up(longest=longest if params.max_tokens else None)
-            llm.generate(inputs[: self.rows], few, use_tqdm=False)
-            proposer = llm.engine.proposer
-            tokens = 0 if proposer is None else proposer.num_speculative_tokens
-            measured[name] = Measurement("prompts", params.temperature or 0.0, name, tokens)
+        ended = Counter[str]()  # responses by method
 
-        def one_pass(name: str) -> list[RequestOutput]:
-            note = f"{name}, pass {ended[name] + 1} of {repeats}"
-            bar = partial(ResponseBar, progress, ended.total() * len(prompts), whole, note)
-            outputs = self.llms[name].generate(inputs, seeded, use_tqdm=bar)
-            measured[name].requests = measured[name].requests or outputs
-            ended[name] += 1
+        def one_turn(name: str, turn: range) -> list[RequestOutput]:
+            number = ended[name] // len(prompts) + 1
+            note = f"{name}, pass {number} of {repeats}"
+            whole = self._responses(prompts, repeats)
+            bar = partial(ResponseBar, progress, ended.total(), whole, note)
+            part = slice(turn.start, turn.stop)
+            outputs = self.llms[name].generate(inputs[part], seeded[part], use_tqdm=bar)
+            ended[name] += len(turn)
             return outputs
 
-        runs = {name: partial(one_pass, name) for name in self.llms}
-        yield from interleaved(runs, "prompts", repeats, self.target.device)
+        runs = {name: partial(one_turn, name) for name in self.llms}
+        turns = turns_of(len(prompts), 1 if self.rows == 1 else len(prompts))
+        yield from interleaved(runs, "prompts", turns, repeats, self.target.device, clock)
 
     def _rounds(self, name: str, prompts: Sequence[Prompt], params: SamplingParams) -> RoundTimes:
         """The rounds of a method by part, over the first prompts."""
@@ -241,12 +259,14 @@ def compare_methods(
     saved: Path | None,
     arguments: Mapping[str, Any],
     choose_vocabulary: Sequence[str] = (),
+    clock: Clock = perf_counter,
     **options: Any,
 ) -> bool:
     """Runs the methods, prints the table and what it does not say, and saves the results as JSON;
     False if greedy responses differ by more than a tie. `prompts_of`: the tokenizer -> the
     prompts; `choose_vocabulary`: methods whose drafters run at the fastest size of their
-    vocabulary. An interrupt is raised again after the methods that were measured by then."""
+    vocabulary; `clock`: of the times. An interrupt is raised again after what was measured by
+    then."""
     console = Console()
     stages = Stages(console=Console(stderr=True))
     with stages.stage(f"load {model}"):
@@ -259,7 +279,7 @@ def compare_methods(
         console.print(curve_table(curves[name], f"{name}: draft vocabularies"))
     stages.say(_extent(engines, len(prompts), repeats, params))
     with stages.stage("passes") as advance:
-        measured = engines.run(prompts, params, repeats, advance)
+        measured = engines.run(prompts, params, repeats, advance, clock)
     if engines.interrupt is not None and not measured:
         raise engines.interrupt
     cells = {name: measurement.cell() for name, measurement in measured.items()}
@@ -288,7 +308,7 @@ def _extent(engines: SideBySide, prompts: int, repeats: int, params: SamplingPar
     """What will be run, in words."""
     most = len(engines.llms) * repeats * prompts * (params.max_tokens or 0)
     return (
-        f"{', '.join(engines.llms)}: {prompts} prompts, {repeats} passes of each method,"
+        f"{', '.join(engines.llms)} take turns: {prompts} prompts, {repeats} passes of each,"
         f" {most:,} tokens at most"
     )
 

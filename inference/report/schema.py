@@ -91,7 +91,7 @@ class TimedPass(Record):
     workload: str
     """Workload whose prompts were run."""
     repeat: int = Field(ge=0)
-    """Passes of one repeat ran one right after the other."""
+    """Passes of one repeat ran in turns, a few prompts at a time."""
     tokens: int = Field(gt=0)
     """Output tokens."""
     seconds: float = Field(gt=0)

@@ -31,7 +31,7 @@ def rates(passes: Mapping[str, Iterable[TimedPass]], weighted: str) -> dict[str,
     weighted    the kind whose tokens say how much each workload counts, for all kinds alike
 
     The bootstrap draws the repeats of every workload anew, the same ones for every kind, because
-    passes of one repeat ran next to each other: quotients of rates are those of the draws."""
+    passes of one repeat ran in turns: quotients of rates are those of the draws."""
     grouped: dict[str, dict[str, list[TimedPass]]] = {}  # by workload and kind
     for kind, runs in passes.items():
         for run in runs:

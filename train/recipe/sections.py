@@ -318,7 +318,7 @@ class EvaluationSection(Section):
     timed_tokens: PositiveInt = 500
     """least tokens of a timed pass; more prompts are timed until there are as many"""
     repeats: Count = 3
-    """interleaved repetitions of timings, for medians; 0: none is taken"""
+    """timed passes with drafting and without, in turns, for medians; 0: none is taken"""
     prompts_per_workload: PositiveInt = 16
     """prompts taken of each workload"""
     batch_size: PositiveInt = 1

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
@@ -27,7 +26,6 @@ from draftsmith.inference.evaluation.expected_acceptance import (
     label_probabilities,
 )
 from draftsmith.inference.evaluation.lossless import compare_greedy
-from draftsmith.inference.evaluation.timing import interleaved
 from draftsmith.inference.model_runner.model_runner import ModelRunner
 from draftsmith.inference.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from draftsmith.inference.report.measurement import compare_expected
@@ -217,19 +215,6 @@ def test_bfloat16_ties_are_told_from_mistakes(folders) -> None:
 # ---------------------------------------------------------------------------------- times
 
 
-def test_passes_alternate() -> None:
-    order: list[str] = []
-    output = RequestOutput(
-        "", None, [1], [CompletionOutput(0, "", [7] * 5)], True, RequestMetrics()
-    )
-    runs = {name: partial(lambda name: order.append(name) or [output], name) for name in "ab"}
-    timed = list(interleaved(runs, "w", 2, torch.device("cpu")))
-    assert order == [*"abba"]
-    for name in runs:
-        runs_of = [run for kind, run in timed if kind == name]
-        assert [(run.repeat, run.tokens) for run in runs_of] == [(0, 5), (1, 5)]
-
-
 # ---------------------------------------------------------------------------------- the whole
 
 SMALL = EvaluationSettings(
@@ -397,7 +382,7 @@ def test_a_timed_pass_has_the_least_number_of_tokens_where_prompts_are_enough(fo
 
 def test_evaluation_that_is_interrupted_holds_the_cells_that_it_has_measured(folders) -> None:
     def interrupt(done: float, note: str = "", total: float | None = None) -> None:
-        if note == "two, T=0: times":
+        if note.startswith("two, T=0: times"):
             raise KeyboardInterrupt
 
     prompts = {"one": some_prompts(1), "two": some_prompts(1, seed=1)}
