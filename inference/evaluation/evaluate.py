@@ -363,6 +363,8 @@ class _Evaluation:
                 if settings.repeats:
                     self._time(cell)
                 cell.ended = True
+                if settings.repeats:
+                    self._time_rounds(cell)
                 self.done += 1
         self.engine.stop()
         self._note("replay")
@@ -444,9 +446,7 @@ class _Evaluation:
         """Passes on the same prompts each, which drafting and no drafting answer in turns."""
         settings = self.settings
         note = f"{cell.suite or ''} {cell.workload}, T={cell.temperature:g}: times".strip()
-        prompts = cell.prompts[: self._num_timed(cell)]
-        # the seeds of `_write`, so that drafting writes the texts that were counted
-        params = settings.sampling(cell.temperature, range(len(prompts)))
+        prompts, params = self._timed(cell)
 
         turns = self.engine.turns(len(prompts), settings.batch_size)
         whole = 2 * settings.repeats * len(prompts)  # responses
@@ -468,7 +468,17 @@ class _Evaluation:
             runs, cell.workload, turns, settings.repeats, self.engine.device
         ):
             cell.passes[kind].append(run)
-        cell.rounds = self.engine.time_rounds(prompts, params, settings.batch_size)
+
+    def _time_rounds(self, cell: _CellRun) -> None:
+        """Rounds part by part, on the prompts of the passes."""
+        prompts, params = self._timed(cell)
+        cell.rounds = self.engine.time_rounds(prompts, params, self.settings.batch_size)
+
+    def _timed(self, cell: _CellRun) -> tuple[Prompts, list[SamplingParams]]:
+        """The prompts of a timed pass, and their parameters with the seeds of `_write`, so that
+        drafting writes the texts that were counted."""
+        prompts = cell.prompts[: self._num_timed(cell)]
+        return prompts, self.settings.sampling(cell.temperature, range(len(prompts)))
 
     def _num_timed(self, cell: _CellRun) -> int:
         """Prompts of a timed pass: enough for `timed_prompts` and, by the responses that were

@@ -145,9 +145,9 @@ class SideBySide:
         clock: Clock = perf_counter,
     ) -> dict[str, Measurement]:
         """Runs every method: warmed up, then timed `repeats` times; greedy responses are compared
-        with those of the default. An interrupt ends it and is kept in `interrupt`: the repeats that
-        had ended are returned, of the first one the prompts that all methods had answered, and no
-        text is compared.
+        with those of the default. An interrupt ends it and is kept in `interrupt`, and what is
+        measured by then is returned: the repeats that have ended, or of the first one the prompts
+        that all methods have answered, and behind them the rounds and texts that were compared.
 
         Request i has the seed `params.seed` + i (0 if None), so that a method writes the same text
         in every repeat. `requests` are those of the first one."""
@@ -159,18 +159,28 @@ class SideBySide:
                 passes[name].append(run)
                 if name not in measured:
                     measured[name] = self._measurement(name, params, outputs)
+                    measured[name].passes = self._beside_default(name, passes)
+            for name, measurement in measured.items():
+                if name != DEFAULT:
+                    measurement.rounds = self._rounds(name, prompts, params)
+            for name, measurement in measured.items():
+                if name != DEFAULT and params.greedy:
+                    check = self._compare(measured[DEFAULT], measurement)
+                    measurement.lossless.append(check)
         except KeyboardInterrupt as interrupt:
             self.interrupt = interrupt
-        for name, measurement in measured.items():
-            measurement.passes = {SPECULATIVE: passes[name]}
-            if name == DEFAULT:
-                continue
-            measurement.passes[AUTOREGRESSIVE] = passes[DEFAULT]
-            if self.interrupt is None:
-                measurement.rounds = self._rounds(name, prompts, params)
-            if params.greedy and self.interrupt is None:
-                measurement.lossless.append(self._compare(measured[DEFAULT], measurement))
-        return measured
+            whole = min(map(len, passes.values()))
+            for runs in passes.values():
+                del runs[whole:]
+        return {name: measurement for name, measurement in measured.items() if passes[name]}
+
+    def _beside_default(
+        self, name: str, passes: Mapping[str, list[TimedPass]]
+    ) -> dict[str, list[TimedPass]]:
+        """By kind the passes of a method, and for a method that drafts those of the default."""
+        if name == DEFAULT:
+            return {SPECULATIVE: passes[name]}
+        return {SPECULATIVE: passes[name], AUTOREGRESSIVE: passes[DEFAULT]}
 
     def _warm_up(
         self, prompts: Sequence[Prompt], params: SamplingParams, repeats: int, progress: Advance
@@ -285,7 +295,8 @@ def compare_methods(
     cells = {name: measurement.cell() for name, measurement in measured.items()}
     versions = environment(engines.target.device, engines.target.dtype)
     conditions = f"T={params.temperature:g}, {versions['dtype']}, {versions['device']}"
-    console.print(_table(cells, f"{title}: {len(prompts)} prompts, {conditions}"))
+    extent = _answered(cells[DEFAULT].prompts, len(prompts))
+    console.print(_table(cells, f"{title}: {extent}, {conditions}"))
     if costs := [(name, cell) for name, cell in cells.items() if cell.round_cost]:
         console.print(cost_table(costs))
     for line in [*remarks(measured), *_drafted_by(cells), *_slower(cells)]:
@@ -311,6 +322,11 @@ def _extent(engines: SideBySide, prompts: int, repeats: int, params: SamplingPar
         f"{', '.join(engines.llms)} take turns: {prompts} prompts, {repeats} passes of each,"
         f" {most:,} tokens at most"
     )
+
+
+def _answered(count: int, prompts: int) -> str:
+    """How many prompts a table is of, in words."""
+    return f"{prompts} prompts" if count == prompts else f"{count} of {prompts} prompts"
 
 
 def _write(file: Path, tree: Mapping[str, Any]) -> None:

@@ -6,7 +6,9 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, TypeVar
 
 from starlette.responses import JSONResponse, StreamingResponse
@@ -22,9 +24,12 @@ from draftsmith.inference.sampling_params import SamplingParams
 from draftsmith.inference.server.api_errors import error_json, fault
 from draftsmith.inference.server.engine_thread import Ticket
 from draftsmith.inference.server.protocol import ChatRequest, GenerationRequest
+from draftsmith.speculators.errors import ConfigError
+from draftsmith.speculators.vocab.token_bytes import token_bytes
 
 logger = logging.getLogger(__name__)
 
+REPLACEMENT = "\ufffd"  # what a decoder writes for a part of a character
 LEAST_LOGPROB = -9999.0  # for tokens of probability 0: JSON has no infinity
 
 Answer = dict[str, Any]
@@ -58,7 +63,7 @@ class CompletionWriter:
         self._in_worker = in_worker
         self._begun: set[int] = set()  # indices of choices
         self._rounds: dict[int, RoundTexts] = {}  # by index of the choice
-        self._offsets: dict[int, int] = {}  # characters written of each choice
+        self._offsets: dict[int, int] = {}  # where the next token of each choice begins
         self._completion_tokens = 0
 
     async def response(self) -> JSONResponse:
@@ -153,18 +158,22 @@ class CompletionWriter:
         the shape of completions. Offsets are those of the tokens' own texts in characters."""
         pairs = list(zip(completion.token_ids, completion.logprobs or (), strict=True))
         texts = [entries[token].decoded_token or "" for token, entries in pairs]
-        name = self.token_name
-        start = self._offsets.get(index, 0)
-        self._offsets[index] = start + len(completion.text)
+        *offsets, end = itertools.accumulate(map(len, texts), initial=self._offsets.get(index, 0))
+        self._offsets[index] = end
         return {
-            "tokens": [name(token, entries[token]) for token, entries in pairs],
-            "text_offset": [*itertools.accumulate(map(len, texts), initial=start)][:-1],
+            "tokens": [self.token_name(token, entries[token]) for token, entries in pairs],
+            "text_offset": offsets,
             "token_logprobs": [_finite(entries[token]) for token, entries in pairs],
-            "top_logprobs": [
-                {name(token, entry): _finite(entry) for token, entry in entries.items()}
-                for _, entries in pairs
-            ],
+            "top_logprobs": [self._by_name(token, entries) for token, entries in pairs],
         }
+
+    def _by_name(self, token: int, entries: Mapping[int, Logprob]) -> dict[str, float]:
+        """The log-probabilities beside a token by name. Of tokens with the same text, as parts of
+        characters have, it holds the token itself or the first."""
+        by_name = {self.token_name(token, entries[token]): _finite(entries[token])}
+        for other, entry in entries.items():
+            by_name.setdefault(self.token_name(other, entry), _finite(entry))
+        return by_name
 
     def token_name(self, token: int, entry: Logprob) -> str:
         """The text of a token, which others may have too, or its id."""
@@ -235,9 +244,30 @@ class ChatWriter(CompletionWriter):
         return {"content": content}
 
     def _token(self, token: int, entry: Logprob) -> Answer:
-        text = entry.decoded_token or ""
-        name = self.token_name(token, entry)
-        return {"token": name, "logprob": _finite(entry), "bytes": list(text.encode())}
+        text = _bytes_of(self.tokenizer, token, entry.decoded_token or "")
+        return {
+            "token": self.token_name(token, entry),
+            "logprob": _finite(entry),
+            "bytes": None if text is None else list(text),
+        }
+
+
+def _bytes_of(tokenizer: Any, token: int, text: str) -> bytes | None:
+    """The bytes that a token with this text adds to a response: several of them may be one
+    character. None where they are not known."""
+    known = _text_bytes(tokenizer).get(token)
+    if known is not None:
+        return known
+    return None if REPLACEMENT in text else text.encode()
+
+
+@lru_cache(maxsize=4)
+def _text_bytes(tokenizer: Any) -> Mapping[int, bytes]:
+    """The bytes of every token with text; none where they depend on their neighbours."""
+    try:
+        return token_bytes(tokenizer, "tokenizer", math.inf).text
+    except ConfigError:
+        return {}
 
 
 class EventStream(StreamingResponse):

@@ -23,7 +23,7 @@ import anyio
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
@@ -47,6 +47,7 @@ from draftsmith.speculators.errors import ConfigError, DraftsmithError
 
 logger = logging.getLogger(__name__)
 
+DISCONNECTED = "the client has disconnected"
 NUM_WORKERS = 4  # threads that read requests and write long answers
 # The page is one file without data, so it needs no key. It may fetch nothing but this server's
 # answers.
@@ -180,7 +181,10 @@ class Server:
             "model": self._card(request.model or self.options.served_model_name[0])["id"],
         }
         ticket = self.engine.admit(
-            request.num_prompts * params.n, streaming=request.stream, traced=request.return_rounds
+            request.num_prompts * params.n,
+            request.prompt_field if params.n == 1 else "n",
+            streaming=request.stream,
+            traced=request.return_rounds,
         )
         with ExitStack() as closing:
             closing.callback(ticket.close)
@@ -205,10 +209,13 @@ async def _body(http: Request, most: int) -> bytes:
     if length.isdecimal() and int(length) > most:
         raise APIError(413, message)
     body = bytearray()
-    async for chunk in http.stream():
-        body += chunk
-        if len(body) > most:
-            raise APIError(413, message)
+    try:
+        async for chunk in http.stream():
+            body += chunk
+            if len(body) > most:
+                raise APIError(413, message)
+    except ClientDisconnect:
+        raise APIError(400, DISCONNECTED) from None
     return bytes(body)
 
 
@@ -226,7 +233,7 @@ async def _while_connected(http: Request, work: Awaitable[R]) -> R:
             return await work
         finally:
             watching.cancel()
-    raise APIError(400, "the client has disconnected")
+    raise APIError(400, DISCONNECTED)
 
 
 def make_app(

@@ -131,13 +131,16 @@ class EngineThread:
         if self.failure is not None:
             raise APIError(503, f"the engine has stopped: {self.failure}")
 
-    def admit(self, responses: int, *, streaming: bool = False, traced: bool = False) -> Ticket:
-        """Reserves a place. APIError: 400 for more responses than there are places, 429 if too many
-        wait already, 503 if nothing is served."""
+    def admit(
+        self, responses: int, field: str = "n", *, streaming: bool = False, traced: bool = False
+    ) -> Ticket:
+        """Reserves a place. `field`: of the request, that says how many responses it has. APIError:
+        400 for more responses than there are places, 429 if too many wait already, 503 if nothing
+        is served."""
         self.require_running()
         if responses > self._places:
             message = f"{responses} responses; this server has places for {self._places}"
-            raise APIError(400, message, "n")
+            raise APIError(400, f"{field}: {message}", field)
         if self.in_flight + responses > self._places:
             message = f"{self.in_flight} responses run or wait already; try again later"
             raise APIError(429, message, headers={"Retry-After": "1"})

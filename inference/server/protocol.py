@@ -90,7 +90,8 @@ def _validated(model: type[Model], body_fields: dict[str, Any]) -> Model:
     except ValidationError as error:
         fault = error.errors()[0]
         name = str(fault["loc"][0])
-        raise APIError(400, f"{name}: {fault['msg']}", name) from None
+        path = ".".join(map(str, fault["loc"]))
+        raise APIError(400, f"{path}: {fault['msg']}", name) from None
 
 
 class DrafterRequest(BaseModel):
@@ -118,6 +119,17 @@ class DrafterRequest(BaseModel):
         raise APIError(400, message, "model")
 
 
+class StreamOptions(BaseModel):
+    """What a stream holds beside the text, as in OpenAI's API; what vLLM adds to it is accepted
+    where it changes nothing."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None  # padding, which this server never writes
+    continuous_usage_stats: Literal[False] | None = None
+
+
 class GenerationRequest(BaseModel):
     """What completions and chats have in common. `read` and `parse` raise an APIError 400 for a
     field that is wrong."""
@@ -129,7 +141,7 @@ class GenerationRequest(BaseModel):
 
     model: str | None = None
     stream: bool = False
-    stream_options: dict[str, Any] = {}
+    stream_options: StreamOptions = StreamOptions()
     max_tokens: int | None = None
     logit_bias: dict[Annotated[str, Field(pattern="^[0-9]{1,18}$")], Any] = {}
     return_token_ids: bool = False
@@ -152,8 +164,12 @@ class GenerationRequest(BaseModel):
         for name, value in FIXED.items():
             if self.extra.get(name, value) != value:
                 raise APIError(400, f"{name}: only vLLM does it", name)
-        for name in ("stream_options", "return_rounds"):
-            if getattr(self, name) and not self.stream:
+        of_streams = {
+            "stream_options": self.stream_options != StreamOptions(),
+            "return_rounds": self.return_rounds,
+        }
+        for name, asked in of_streams.items():
+            if asked and not self.stream:
                 raise APIError(400, f"{name}: only with stream: true", name)
         for name in self.extra:
             if name not in PARAMETERS and name not in IGNORED and name not in FIXED:
@@ -184,7 +200,7 @@ class GenerationRequest(BaseModel):
     @property
     def usage_at_end(self) -> bool:
         """True if a stream ends with a chunk that counts tokens."""
-        return bool(self.stream_options.get("include_usage"))
+        return bool(self.stream_options.include_usage)
 
     @property
     def max_field(self) -> str:
@@ -255,7 +271,7 @@ class GenerationRequest(BaseModel):
             return APIError(400, str(error), self.prompt_field)
         name = where.removeprefix(parameter)
         field = {"max_tokens": self.max_field, "logprobs": self.logprobs_field}.get(name, name)
-        return APIError(400, str(error).removeprefix(parameter), field)
+        return APIError(400, field + str(error).removeprefix(where), field)
 
 
 class CompletionRequest(GenerationRequest):

@@ -182,6 +182,30 @@ def test_comparison_that_is_interrupted_prints_and_saves_the_methods_it_has_meas
         assert results["ngram"]["metrics"]["speedup_vs_autoregressive"]["value"] > 0
 
 
+@pytest.mark.parametrize(
+    "calls, extent", [(5, "1 of 2 prompts"), (6, "2 prompts")], ids=["second prompt", "rounds"]
+)
+def test_table_is_of_the_prompts_that_all_methods_have_answered(
+    calls, extent, folders, monkeypatch, capsys
+):
+    """Two warm-ups, then each prompt by default and ngram; then rounds are timed."""
+    interrupting(monkeypatch, calls)
+    with pytest.raises(KeyboardInterrupt):
+        compare_methods(
+            str(folders[0]),
+            {"ngram": {"method": "ngram", "num_speculative_tokens": 2}},
+            lambda tokenizer: [Prompt(None, [5, 6, 7] * 3), Prompt(None, [7, 6, 5] * 3)],
+            SamplingParams(max_tokens=6),
+            repeats=1,
+            title="chat",
+            saved=None,
+            arguments={},
+            max_num_seqs=1,
+        )
+    printed = capsys.readouterr().out
+    assert f"chat: {extent}, T=1" in printed and "ngram" in printed
+
+
 def test_responses_that_repeat_themselves_are_known():
     """On them n-grams look better than they are."""
     assert repeats_itself([1, 2, 3, 4, *[5, 6] * 8]) and repeats_itself([9] * 16)

@@ -71,6 +71,10 @@ def test_further_options_are_those_of_the_drafters():
     assert beside["suffix_decoding_max_cached_requests"] == 0  # so that repeats are alike
 
 
+def test_what_is_no_method_beside_a_head_is_left_to_the_check_of_the_options():
+    assert _methods(["a"], None, {"with": "nope"})["a"] == {"model": "a", "with": "nope"}
+
+
 def test_vocabulary_is_a_number_or_is_measured():
     assert _vocabulary("8192", ["a"], {}) == {"draft_vocab_size": 8192}
     assert _vocabulary("auto", ["a"], {}) == _vocabulary("", [], {}) == {}

@@ -14,6 +14,9 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+from rich.markup import escape
+
 from draftsmith.inference.entrypoints.loading import target_config
 from draftsmith.inference.evaluation.engines import RuntimeEngine
 from draftsmith.inference.evaluation.evaluate import (
@@ -146,7 +149,7 @@ def measure(
     model = target or recipe.target.model
     llm_options = _llm_options(recipe, model)
     suites = measured_suites(recipe, settings)
-    chosen = workloads(recipe, settings)
+    chosen = workloads(recipe, settings, stages.say, Path(recipe.output_dir))
     reports: dict[str, AcceptanceReport] = {}
     with _shown_if_stopped(stages), stages.stage("acceptance", 1) as advance:
         for name in sorted(engines, key=lambda name: name == OUR_ENGINE):
@@ -272,24 +275,42 @@ class Asker:
         return chosen
 
 
-def workloads(recipe: Recipe, settings: EvaluationSettings) -> dict[str, list[list[int]]]:
+def workloads(
+    recipe: Recipe,
+    settings: EvaluationSettings,
+    say: Callable[[str], None] | None = None,
+    folder: Path | None = None,
+) -> dict[str, list[list[int]]]:
     """Prompts as token ids by workload: a seeded choice of `prompts_per_workload` in their order.
 
-    Prompts that leave no room for a response of `max_tokens` are passed over; DataError if a
-    workload has no other."""
+    Rows that cannot be used are left out, and listed in `folder` if there is one; so are prompts
+    that leave no room for a response of `max_tokens`. `say` is told how many (None: standard
+    error). DataError if a workload has no other."""
     sources = recipe.evaluation.prompts or recipe.data.validation
     if not sources:
         return {}
     asker = Asker.of(recipe)
     by_workload: dict[str, list[list[int]]] = {}
-    bad = bad_rows(recipe.data, Path(recipe.output_dir), use="evaluation")
+    bad = bad_rows(recipe.data, folder, use="evaluation")
+    without_room = 0
     for example in askable(load_sources(sources, bad=bad), asker.tokenizer, bad):
         fitting = by_workload.setdefault(example.workload, [])
         prompt = asker.tokenizer.prompt_ids(example)
         if len(prompt) + asker.max_tokens <= asker.limit:
             fitting.append(prompt)
+        else:
+            without_room += 1
     count = settings.prompts_per_workload
-    return asker.choose(by_workload, count, f"{SEED}", "evaluation.max_tokens")
+    chosen = asker.choose(by_workload, count, f"{SEED}", "evaluation.max_tokens")
+    say = say or Stages(console=Console(stderr=True)).say
+    if str(bad):
+        say(f"evaluation prompts: {escape(str(bad))}")
+    if without_room:
+        say(
+            f"evaluation prompts: {without_room} left out, which leave no room for a response of"
+            f" {asker.max_tokens} tokens in the target's context of {asker.limit}"
+        )
+    return chosen
 
 
 def measured_suites(recipe: Recipe, settings: EvaluationSettings) -> list[MeasuredSuite]:

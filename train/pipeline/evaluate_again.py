@@ -92,7 +92,8 @@ def evaluate_folders(
 
 
 def prompts_of_file(model: str, file: Path, count: int, max_tokens: int) -> list[list[int]]:
-    """Token ids of prompts of a JSONL file as `model` is asked them: `count` of each workload."""
+    """Token ids of prompts of a JSONL file as `model` is asked them: `count` of each workload. What
+    is left out is said on standard error."""
     sources = [{"path": str(file)}]
     keys = {"prompts": sources, "prompts_per_workload": count, "max_tokens": max_tokens}
     recipe = _recipe(model, {"train": sources}, keys, Path("runs/try"))

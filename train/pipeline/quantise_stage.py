@@ -103,7 +103,7 @@ def quantise_run(
     recipe = load_recipe(run_dir / RECIPE)
     recipe = named_adapted_target(recipe.model_copy(update={"output_dir": str(run_dir)}))
     settings = settings_of(recipe)
-    chosen = workloads(recipe, settings)
+    chosen = workloads(recipe, settings, folder=run_dir)
     prompts = [prompt for group in chosen.values() for prompt in group]
     if not prompts:
         raise ConfigError(

@@ -46,9 +46,10 @@ def method_options(method: str) -> type[MethodOptions]:
 
 
 def measured_beside(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of an evaluation of the method that `options` of a head put beside it, if any."""
+    """The options of an evaluation of the method that `options` of a head put beside it; none where
+    it is no such method, which the check of the options says."""
     beside = options.get("with")
-    return {} if beside is None else method_options(beside).measured
+    return method_options(beside).measured if beside in beside_heads() else {}
 
 
 def beside_heads() -> list[str]:

@@ -392,6 +392,16 @@ def test_evaluation_that_is_interrupted_holds_the_cells_that_it_has_measured(fol
     assert cell.workload == "one" and set(cell.passes) == {"speculative", "autoregressive"}
 
 
+def test_evaluation_that_is_interrupted_behind_its_passes_keeps_them(folders, monkeypatch) -> None:
+    def interrupt(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(RuntimeEngine, "time_rounds", interrupt)
+    with pytest.raises(EvaluationStopped) as stop:
+        evaluate(*folders, {"one": some_prompts(1)}, BRIEF)
+    assert [set(cell.passes) for cell in stop.value.cells] == [{"speculative", "autoregressive"}]
+
+
 @pytest.mark.slow
 def test_the_whole_evaluation_runs_on_a_device(claimed_gpu, folders):
     """Engines, replay, the float32 comparison: no host tensor among those of the device."""

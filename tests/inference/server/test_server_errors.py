@@ -56,6 +56,8 @@ FAULTS = [  # the field at fault is the first one; one case for each place that 
     (COMPLETION, {"logit_bias": {"a": 1}}),
     (COMPLETION, {"stop_token_ids": [9999]}),
     (COMPLETION, {"stream_options": {"include_usage": True}}),
+    (COMPLETION, {"stream_options": {"include_usage": "no"}, "stream": True}),
+    (COMPLETION, {"stream_options": {"no_such_field": 1}, "stream": True}),
     (COMPLETION, {"best_of": 3}),  # vLLM's alone
     (COMPLETION, {"no_such_field": 1}),
     (COMPLETION, {"self": 1}),  # names of the code
@@ -76,7 +78,10 @@ def test_every_fault_names_its_field(url):
     }
     for path, fields in FAULTS:
         answer = CLIENT.post(url + path, json=defaults[path] | fields)
-        check_shape(answer, 400, next(iter(fields)))
+        field = next(iter(fields))
+        check_shape(answer, 400, field)
+        if path == CHAT and field == "max_completion_tokens":  # SamplingParams calls it max_tokens
+            assert answer.json()["error"]["message"].startswith(f"{field}: ")
 
 
 def test_bodies_beyond_the_limit_are_refused_before_they_are_read_whole(

@@ -155,6 +155,23 @@ def test_prompts_end_where_the_target_goes_on(world) -> None:
         workloads(long, settings_of(long))
 
 
+def test_prompts_that_are_left_out_are_counted(world, tmp_path) -> None:
+    _, recipe = world
+    texts = ["fits", "fits too", "x" * 300]
+    rows = [{"messages": [{"role": "user", "content": text}]} for text in texts]
+    file = tmp_path / "prompts.jsonl"
+    lines = [json.dumps(row) for row in [*rows, {"promt": "misspelt"}]]
+    file.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    built = recipe(prompts=[{"path": str(file)}])
+    built = built.model_copy(update={"data": built.data.model_copy(update={"on_bad_row": "drop"})})
+    said: list[str] = []
+    chosen = workloads(built, settings_of(built), said.append, tmp_path)
+    assert sum(map(len, chosen.values())) == 2
+    assert "1 of 4 rows left out" in said[0] and f"{file}:4" in said[0]
+    assert (tmp_path / "bad_rows.evaluation.jsonl").is_file()
+    assert said[1].startswith("evaluation prompts: 1 left out, which leave no room")
+
+
 def test_without_prompts_or_an_export_nothing_is_measured(world, tmp_path) -> None:
     _, recipe = world
     assert accept(recipe(prompts=[]), stages=Stages(enabled=False)) == 0
