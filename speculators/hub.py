@@ -68,7 +68,9 @@ def cached_folder(path_or_id: str, revision: str | None = None) -> Path:
     name, revision = split_revision(path_or_id, revision)
     if Path(name).is_dir():
         return Path(name)
-    path = try_to_load_from_cache(name, "config.json", revision=revision)
+    path = None
+    if may_be_on_hub(name):
+        path = try_to_load_from_cache(name, "config.json", revision=revision)
     if not isinstance(path, str):
         raise ConfigError(
             "neither a folder nor in the Hub's cache; load it first", where=f"{path_or_id}"

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -279,12 +279,7 @@ def _parts(
     for measured in suites:
         for category, prompts in measured.workloads.items():
             parts.append(_Part(category, _chats(prompts), measured.facts.name))
-    if ALL_WORKLOADS in workloads:
-        raise ConfigError(
-            f"a workload is called {ALL_WORKLOADS}, the name that reports pool all of them under;"
-            " give its rows, or its source, another `workload`",
-            where="evaluate",
-        )
+    check_names(workloads)
     counts = {part.workload: len(part.chats) for part in parts}
     if not parts or not all(part.chats for part in parts):
         raise DataError(
@@ -294,6 +289,16 @@ def _parts(
     if not settings.temperatures:
         raise ConfigError("give at least one temperature, such as 0", where="evaluate")
     return parts
+
+
+def check_names(workloads: Iterable[str]) -> None:
+    """ConfigError if a workload has a name of the report's own."""
+    if ALL_WORKLOADS in workloads:
+        raise ConfigError(
+            f"a workload is called {ALL_WORKLOADS}, the name that reports pool all of them under;"
+            " give its rows, or its source, another `workload`",
+            where="evaluate",
+        )
 
 
 def _chats(prompts: Sequence[Sequence[int] | Chat]) -> list[Chat]:

@@ -120,10 +120,31 @@ def disk_errors(path: Path) -> Iterator[None]:
         raise OSError(number, os.strerror(number), str(path)) from error
 
 
+def check_replaceable(out: Path, source: Path, *, target: bool = False) -> None:
+    """ConfigError if a drafter (`target`: a model) that is written to `out` would take the place of
+    anything else: of `source`, from which it is made, or of a run or a model."""
+    place = out.resolve()
+    if place == source.resolve() or place in source.resolve().parents:
+        raise ConfigError(
+            f"{out} is, or holds, {source}, which is read; name another folder to write",
+            where="export",
+        )
+    config = out / "config.json"
+    ours = config.is_file() and (target or "draftsmith" in read_fields(out))
+    if out.is_file() or (out.is_dir() and any(out.iterdir()) and not ours):
+        raise ConfigError(
+            f"{out} holds something else, which would go; name a folder that is new or empty, or"
+            " that an export wrote",
+            where="export",
+        )
+
+
 @contextmanager
 def fresh_folder(folder: Path) -> Iterator[Path]:
-    """A new folder to write into, which replaces `folder` unless there is an error. OSError with
-    `folder` as its `filename` where the disk is at fault."""
+    """A new folder to write into, which replaces `folder`, or what it links to, unless there is an
+    error. OSError with `folder` as its `filename` where the disk is at fault."""
+    if folder.is_symlink():
+        folder = folder.resolve()
     folder.parent.mkdir(parents=True, exist_ok=True)
     fresh = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
@@ -215,11 +236,14 @@ def read_fields(path_or_id: str | Path) -> dict[str, Any]:
     """The fields of a drafter's config.json."""
     folder = resolve(path_or_id, weights=False)
     try:
-        return json.loads((folder / "config.json").read_text())
+        fields = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise CheckpointError("expected config.json", where=f"drafter {folder}") from error
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise CheckpointError(f"not JSON: {error}", where=f"{folder}/config.json") from error
+    if not isinstance(fields, dict):
+        raise CheckpointError("expected a JSON object", where=f"{folder}/config.json")
+    return fields
 
 
 def load_drafter(

@@ -13,8 +13,9 @@ from typing import Any, Literal
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from draftsmith.speculators.errors import CheckpointError, ConfigError
+from draftsmith.speculators.errors import CheckpointError
 from draftsmith.speculators.export import (
+    check_replaceable,
     export_drafter,
     fresh_folder,
     load_weights,
@@ -31,7 +32,17 @@ from draftsmith.speculators.registry import family_class
 
 # Fields of the section `draftsmith` that are kept; the others follow from the drafter and are
 # written anew.
-ORIGIN = ("target", "recipe", "recipe_hash", "step", "num_speculative_tokens")
+ORIGIN = (
+    "target",
+    "recipe",
+    "recipe_hash",
+    "step",
+    "num_speculative_tokens",
+    "longrope_length",
+    "chat_template_sha256",
+    "chat_template_kwargs",
+    "responses",
+)
 NOT_COPIED = ("config.json", "*.safetensors", "*.index.json", ".*", "*.py", *PICKLES)
 
 
@@ -54,10 +65,7 @@ def convert(
     for an incomplete folder, ConfigError if the format has no place for the drafter."""
     folder = resolve(path_or_id)
     out = Path(out)
-    if out.exists() and out.samefile(folder):
-        raise ConfigError(
-            f"{out} is the folder that is read; name another one to write", where="export"
-        )
+    check_replaceable(out, folder)
     config = read_drafter_config(folder, num_target_layers)
     drafter = family_class(config.family)(config)
     load_weights(drafter, folder)
@@ -88,10 +96,8 @@ def write_back(export: str | Path, target: str | Path, out: str | Path) -> Path:
     export = Path(export)
     target = Path(target)
     out = Path(out)
-    if out.exists() and out.samefile(target):
-        raise CheckpointError(
-            f"{out} is the target itself; name another folder", where="write_back"
-        )
+    for source in (export, target):
+        check_replaceable(out, source, target=True)
     fresh = load_file(export / WEIGHTS)
     headers = read_headers(target)
     wrong = sorted(

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from draftsmith.inference.report.schema import load_report
 from draftsmith.speculators.errors import CheckpointError, ConfigError, UnsupportedTarget
-from draftsmith.speculators.export import read_drafter_config
+from draftsmith.speculators.export import read_drafter_config, read_fields
 from draftsmith.speculators.target.frozen_target import FrozenTarget
 from draftsmith.train.commands.runs import cache_features
 from draftsmith.train.pipeline.export_stage import reexport
@@ -232,6 +232,9 @@ def test_medusa_2_exports_the_target_it_trained(recipe, tiny_target, tmp_path):
     texts = [([5, 6, 7], [8, 9, 10, 11])]
     adapted, plain = (FrozenTarget.from_pretrained(str(f)) for f in (out / "target", tiny_target))
     assert cross_entropy(adapted, texts) != pytest.approx(cross_entropy(plain, texts))
+    again, _ = reexport(out, tmp_path / "again")
+    names = [read_fields(folder)["draftsmith"]["target"] for folder in (out / "export", again)]
+    assert names[0] == names[1] and names[0]["name_or_path"] == str(out / "target")
 
 
 def save_lora(target: Path, folder: Path):

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-import jinja2
 import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -63,7 +62,11 @@ def chat_template_of(section: DataSection) -> str | None:
         return None
     if not Path(section.chat_template).is_file():
         raise DataError(f"no such file: {section.chat_template}", where="data.chat_template")
-    return Path(section.chat_template).read_text(encoding="utf-8")
+    try:
+        return Path(section.chat_template).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        where = f"data.chat_template: {section.chat_template}"
+        raise DataError(f"not UTF-8: {error}; save it as such", where=where) from None
 
 
 def template_date(
@@ -116,7 +119,7 @@ def knows_thinking(tokenizer: PreTrainedTokenizerBase, template: str | None = No
             tokenizer.apply_chat_template(question, **options, **{THINKING: mode})
             for mode in (True, False)
         }
-    except jinja2.TemplateError:  # it takes no such conversation; rows that it fails on say so
+    except Exception:  # a template may raise anything; rows that it fails on say so
         return False
     return len(prompts) > 1
 

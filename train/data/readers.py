@@ -25,6 +25,8 @@ KINDS = ", ".join((*TEXT, TABLE))
 COMPRESSED = (".gz", ".bz2", ".zst")
 BOM = b"\xef\xbb\xbf"
 SAVED = ("state.json", "dataset_dict.json")  # a folder that `save_to_disk` wrote has one
+LONGEST_FIELD = 2**31 - 1  # characters of a field of CSV; the default is 131,072
+UNCLOSED = "unexpected end of data"  # what csv says of a quote that is open at the end
 SHUFFLED_ROWS = 10_000  # of a stream, among which the next one is drawn
 
 
@@ -71,7 +73,8 @@ def _files(path: Path, split: str) -> list[Path]:
 
 
 def _file_rows(path: Path) -> Iterator[PlacedRow]:
-    """The rows of a file; where it breaks off (a torn archive), the last row says so."""
+    """The rows of a file. DataError: it cannot be read, or it breaks off (a torn archive), since
+    nobody knows how many rows are lost."""
     if path.suffix == TABLE:
         import datasets
 
@@ -88,8 +91,11 @@ def _file_rows(path: Path) -> Iterator[PlacedRow]:
     except (OSError, EOFError, ValueError, csv.Error) as error:
         if not number:
             raise DataError(f"cannot be read: {error}", where=f"{path}") from error
-        place = f"{path}:{number + 1}"
-        yield place, BadRow(place, f"the file breaks off: {error}")
+        raise DataError(
+            f"the file breaks off behind row {number}: {error}; get or write it anew, or save the"
+            " rows before as a file of their own",
+            where=f"{path}",
+        ) from error
 
 
 def _opened(path: Path) -> io.BufferedReader:
@@ -122,10 +128,31 @@ def _list_or_lines(file: io.BufferedReader, path: Path) -> Iterator[tuple[int, A
 
 
 def _csv(file: io.BufferedReader, path: Path) -> Iterator[tuple[int, Any]]:
-    """A row per record, all of its values text; its number is that of its last line."""
-    reader = csv.DictReader(io.TextIOWrapper(file, "utf-8-sig", newline=""))
-    for row in reader:
-        yield reader.line_num, row
+    """A row per record, all of its values text; its number is that of its last line. Bytes that are
+    no text are left in their row, whose checks name them. csv.Error: a quote is never closed, and
+    has taken the rows behind it."""
+    csv.field_size_limit(LONGEST_FIELD)
+    text = io.TextIOWrapper(file, "utf-8-sig", errors="surrogateescape", newline="")
+    number = 0
+
+    def lines() -> Iterator[str]:  # counted, since the reader does not count one that it refuses
+        nonlocal number
+        for line in text:
+            number += 1
+            yield line
+
+    reader = csv.DictReader(lines(), strict=True)
+    while True:
+        try:
+            row = next(reader)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            if UNCLOSED in str(error):
+                raise
+            yield number, BadRow("", f"not CSV: {error}")
+        else:
+            yield number, row
 
 
 def _slice(split: str, count: int) -> range:

@@ -59,7 +59,8 @@ def tokenise_examples(
     """What `convert` makes of each example, in their order: its rows, or the BadRow that it raised.
 
     num_proc   as in `process_count`
-    scratch    a folder for the tables of several processes; None: among the temporary ones
+    scratch    a folder for the tables of several processes, made if need be; None: among the
+               temporary ones
 
     Rows of several processes are views on mapped files, which live as long as the rows."""
     count = process_count(num_proc, len(examples))
@@ -68,6 +69,8 @@ def tokenise_examples(
             yield _converted(convert, example)
             progress(done)
         return
+    if scratch is not None:
+        scratch.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(SCRATCH, ".", scratch, ignore_cleanup_errors=True) as folder:
         for done, outcome in enumerate(_in_processes(examples, convert, count, Path(folder)), 1):
             yield outcome

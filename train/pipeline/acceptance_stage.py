@@ -25,6 +25,7 @@ from draftsmith.inference.evaluation.evaluate import (
     EvaluationSettings,
     EvaluationStopped,
     MeasuredSuite,
+    check_names,
     evaluate,
 )
 from draftsmith.inference.evaluation.suites import SuiteConversation, load_suite
@@ -311,6 +312,16 @@ def workloads(
             f" {asker.max_tokens} tokens in the target's context of {asker.limit}"
         )
     return chosen
+
+
+def check_prompts(recipe: Recipe) -> None:
+    """Reads what the recipe's evaluation asks, so that its errors come before the training: files
+    that are not there, templates that refuse a conversation, prompts that are too long."""
+    if not recipe.measured:
+        return
+    settings = settings_of(recipe)
+    check_names(workloads(recipe, settings, say=lambda text: None))
+    measured_suites(recipe, settings)
 
 
 def measured_suites(recipe: Recipe, settings: EvaluationSettings) -> list[MeasuredSuite]:

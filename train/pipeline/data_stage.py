@@ -215,7 +215,10 @@ class DataStage:
         """The table of the examples as they are; what is there is not made again."""
         data = self.recipe.data
         examples = self._examples
-        settings = ("rows", ROW_FORMAT, data.max_length)
+        longest = min(data.max_length, self.facts.max_model_len)
+        if longest < data.max_length:
+            self._say(f"texts are cut at the target's context of {longest} tokens")
+        settings = ("rows", ROW_FORMAT, data.max_length, longest)
         path = self._table(examples_address(examples, self.tokenizer, *settings))
         facts = facts_of(path)
         if facts is not None:
@@ -227,7 +230,7 @@ class DataStage:
             rows, statistics = prepare_rows(
                 examples,
                 self.tokenizer,
-                max_length=data.max_length,
+                max_length=longest,
                 bad=self.bad,
                 num_proc=data.num_proc,
                 scratch=self.rows_folder,

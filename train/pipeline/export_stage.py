@@ -16,7 +16,13 @@ import torch
 from draftsmith.speculators.digests import model_weights_sha256, weights_sha256
 from draftsmith.speculators.drafter import Drafter
 from draftsmith.speculators.errors import CheckpointError
-from draftsmith.speculators.export import WEIGHTS_HASH, describe_target, export_drafter, read_fields
+from draftsmith.speculators.export import (
+    WEIGHTS_HASH,
+    check_replaceable,
+    describe_target,
+    export_drafter,
+    read_fields,
+)
 from draftsmith.speculators.precision import as_dtype
 from draftsmith.speculators.registry import family_class
 from draftsmith.speculators.target.info import TargetSketch
@@ -76,7 +82,9 @@ def reexport(
     run_dir: Path, out: Path, *, dtype: str = "auto", format: str = "vllm"
 ) -> tuple[Path, int]:
     """Writes the run's best weights (the newest without held-out evaluation) to `out`; returns it
-    and their step. Of the target only config.json is read."""
+    and their step. Of the target only config.json is read. ConfigError for an `out` whose contents
+    may not go."""
+    check_replaceable(out, run_dir)
     recipe = load_recipe(run_dir / RECIPE)
     # the folder may have been moved
     recipe = named_adapted_target(recipe.model_copy(update={"output_dir": str(run_dir)}))
@@ -98,7 +106,8 @@ def reexport(
     meet_tokenizers(recipe, drafter, tokenizer)
     drafter.token_counts = load_counts(run_dir / EXPORT)
     provenance = _provenance(recipe, step, tokenizer, run_dir, target.config)
-    provenance["target"] = describe_target(target) | _weights_then(run_dir)
+    trained = {"name_or_path": str(run_dir / TARGET)} if recipe.joint else {}
+    provenance["target"] = describe_target(target) | trained | _weights_then(run_dir)
     return export_drafter(drafter, out, dtype=exported, provenance=provenance, format=format), step
 
 

@@ -18,7 +18,12 @@ from draftsmith.inference.evaluation.expected_acceptance import WrittenText, exp
 from draftsmith.inference.spec_decode.replay import ReplayResult
 from draftsmith.speculators.config import DrafterConfig
 from draftsmith.speculators.errors import ConfigError
-from draftsmith.speculators.export import load_drafter, read_drafter_config, read_fields
+from draftsmith.speculators.export import (
+    check_replaceable,
+    load_drafter,
+    read_drafter_config,
+    read_fields,
+)
 from draftsmith.speculators.export.convert import convert
 from draftsmith.speculators.export.quantisation import check_scheme
 from draftsmith.speculators.target.frozen_target import FrozenTarget
@@ -27,7 +32,7 @@ from draftsmith.train.pipeline.adapted_target import named_adapted_target
 from draftsmith.train.pipeline.evaluate_again import prompts_of_file
 from draftsmith.train.pipeline.export_stage import reexport
 from draftsmith.train.recipe.load import load_recipe
-from draftsmith.train.recipe.recipe import RECIPE
+from draftsmith.train.recipe.recipe import RECIPE, TARGET
 from draftsmith.train.recipe.sections import TargetSection
 
 QUANTIZE = "--quantize"
@@ -100,6 +105,7 @@ def quantise_run(
     """As `quantise_export`, of a run's best weights, held to the prompts of its recipe's evaluation
     (without any: its validation data). `scratch`: an empty folder."""
     check_scheme(scheme, QUANTIZE)
+    check_replaceable(out, run_dir)
     recipe = load_recipe(run_dir / RECIPE)
     recipe = named_adapted_target(recipe.model_copy(update={"output_dir": str(run_dir)}))
     settings = settings_of(recipe)
@@ -112,7 +118,11 @@ def quantise_run(
             where=QUANTIZE,
         )
     source = {**recipe.target.source, "dtype": recipe.target.dtype}
-    held_out = HeldOut(recipe.target.model, prompts, settings, source)
+    model = recipe.target.model
+    if recipe.joint:  # the target that was trained with it
+        model = str(run_dir / TARGET)
+        source["revision"] = None
+    held_out = HeldOut(model, prompts, settings, source)
     plain, _ = reexport(run_dir, scratch / "plain", dtype=dtype)
     return quantise_export(plain, out, held_out, scheme, max_loss)
 

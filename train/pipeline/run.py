@@ -18,14 +18,14 @@ from draftsmith.inference.progress import Stages
 from draftsmith.speculators.export.upload import account
 from draftsmith.speculators.precision import autocast_dtype, free_memory, own_device
 from draftsmith.train.pipeline import trackers
-from draftsmith.train.pipeline.acceptance_stage import accept, engines_of
+from draftsmith.train.pipeline.acceptance_stage import accept, check_prompts, engines_of
 from draftsmith.train.pipeline.adapted_target import with_adapted_target
 from draftsmith.train.pipeline.export_stage import export
 from draftsmith.train.pipeline.run_folder import claimed
 from draftsmith.train.pipeline.train_stage import train
 from draftsmith.train.pipeline.vocabulary_stage import with_draft_vocabulary
 from draftsmith.train.planner.plan import short_budgets
-from draftsmith.train.processes import RunAccelerator, is_shared
+from draftsmith.train.processes import RunAccelerator, is_shared, on_first
 from draftsmith.train.recipe.load import load_recipe
 from draftsmith.train.recipe.recipe import Recipe
 
@@ -47,6 +47,7 @@ def run(path: str | Path, overrides: Sequence[str] = (), *, dry_run: bool = Fals
     for name, file in recipe.evaluation.suite_paths.items():
         load_suite(name, file)
     accelerator = make_accelerator(recipe)
+    on_first(accelerator, lambda: check_prompts(recipe))
     with claimed(accelerator, Path(recipe.output_dir)):
         return run_claimed(recipe, accelerator)
 

@@ -19,7 +19,7 @@ from draftsmith.train.regeneration.store import Response, digest
 SEED = 0  # of the sampling, with the conversation and the turn
 CUT_SHARE = 1 / 3  # of the responses, above which those that were cut are warned of
 LEAST_RESPONSE = 64  # tokens of room for a response, or max_new_tokens if those are fewer
-TOO_LONG = "the prompt leaves no room in data.max_length"
+TOO_LONG = "the prompt leaves no room in data.max_length or the target's context"
 AFTER_CUT = "the turn before it was cut"
 
 

@@ -91,18 +91,19 @@ def regenerate(
         if record is not None:
             record.add(store.name, _recorded(section, account, store))
     whole = part[1] == 1  # of a part all conversations may be too long
-    _check(account, bool(conversations) and whole)
+    cause = "raise it" if longest >= max_length else f"the target's context is {longest} tokens"
+    _check(account, bool(conversations) and whole, cause)
     for line in account.lines(thinks=thinks(tokenizer)):
         say(f"      {line}")
     return [response for conversation in conversations for response in conversation.responses]
 
 
-def _check(account: Account, needed: bool) -> None:
+def _check(account: Account, needed: bool, cause: str) -> None:
     """Every response is accounted for. DataError: responses are `needed`, and no prompt leaves room
-    for one."""
+    for one; `cause`: why, or what to do."""
     assert account.done == account.total, f"responses unaccounted for: {account}"
     if needed and account.total == 0:
-        raise DataError(f"{account}; raise it", where="data.max_length")
+        raise DataError(f"{account}; {cause}", where="data.max_length")
 
 
 def store_name(section: RegenerateSection, target_hash: str) -> str:

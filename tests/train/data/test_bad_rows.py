@@ -222,18 +222,41 @@ def test_compressed_files_are_read_by_their_names(tmp_path, packing):
         assert len(bad.reasons) == (name == "a.jsonl")
 
 
-def test_a_file_that_breaks_off_gives_what_it_has(tmp_path):
+def test_a_file_that_breaks_off_is_refused_as_nobody_knows_what_is_lost(tmp_path):
     torn = tmp_path / "chats.jsonl.gz"
     text = "".join(json.dumps({**GOOD, "n": hash((i, "x"))}) + "\n" for i in range(5000))
     whole = gzip.compress(text.encode())
     torn.write_bytes(whole[: len(whole) // 2])
-    bad = BadRows()
-    assert len(load_sources([Source(path=str(torn))], bad=bad)) >= 500
-    assert len(bad.reasons) == 1 and "breaks off" in str(bad)
+    with pytest.raises(DataError, match=r"chats.jsonl.gz: the file breaks off behind row \d{3}"):
+        load_sources([Source(path=str(torn))], bad=BadRows())
     for name, data in (("nothing.jsonl.gz", whole[:5]), ("list.json", b'[{"prompt": "a"}, {')):
         (tmp_path / name).write_bytes(data)
         with pytest.raises(DataError, match=name):
             load_sources([Source(path=str(tmp_path / name))], bad=BadRows())
+
+
+@pytest.mark.parametrize(
+    "row, what",
+    [
+        (b"caf\xe9,good", "surrogates not allowed"),
+        (b'"a" b,good', "not CSV"),
+    ],
+    ids=["not UTF-8", "text behind a quote"],
+)
+def test_a_bad_row_of_csv_harms_no_other(tmp_path, row, what):
+    file = tmp_path / "chats.csv"
+    rows = [b"prompt,completion", b"a,b", row, b'"long ' + b"x" * 200_000 + b'",c', b"d,e"]
+    file.write_bytes(b"\n".join(rows) + b"\n")
+    bad = BadRows()
+    assert len(load_sources([Source(path=str(file))], bad=bad)) == 3
+    assert len(bad.reasons) == 1 and f"{file}:3: " in str(bad) and what in str(bad)
+
+
+def test_a_quote_that_is_never_closed_is_refused(tmp_path):
+    file = tmp_path / "chats.csv"
+    file.write_text('prompt,completion\na,b\n"c,d\n' + "e,f\n" * 50)
+    with pytest.raises(DataError, match="breaks off behind row 2"):
+        load_sources([Source(path=str(file))], bad=BadRows())
 
 
 # ------------------------------------------------------------------ anything at all

@@ -18,9 +18,10 @@ from draftsmith.inference.evaluation.engines import RuntimeEngine
 from draftsmith.inference.evaluation.evaluate import EvaluationStopped
 from draftsmith.inference.progress import Stages
 from draftsmith.inference.report.schema import OUR_ENGINE, load_report
-from draftsmith.speculators.errors import CheckpointError, DataError
+from draftsmith.speculators.errors import CheckpointError, ConfigError, DataError
 from draftsmith.train.pipeline.acceptance_stage import (
     accept,
+    check_prompts,
     measure,
     measured_suites,
     settings_of,
@@ -170,6 +171,22 @@ def test_prompts_that_are_left_out_are_counted(world, tmp_path) -> None:
     assert "1 of 4 rows left out" in said[0] and f"{file}:4" in said[0]
     assert (tmp_path / "bad_rows.evaluation.jsonl").is_file()
     assert said[1].startswith("evaluation prompts: 1 left out, which leave no room")
+
+
+def test_what_cannot_be_evaluated_is_known_before_the_training(world, tmp_path) -> None:
+    _, recipe = world
+    pooled = tmp_path / "pooled.jsonl"
+    row = {"workload": "all", "messages": [{"role": "user", "content": "x"}]}
+    pooled.write_text(json.dumps(row) + "\n", encoding="utf-8")
+    check_prompts(recipe())
+    check_prompts(recipe(prompts=[]))
+    for changes, what in (
+        ({"prompts": [{"path": str(pooled)}]}, "called all"),
+        ({"prompts": [{"path": str(tmp_path / "nowhere.jsonl")}]}, "no such file"),
+        ({"max_tokens": 250}, "too long"),
+    ):
+        with pytest.raises((ConfigError, DataError), match=what):
+            check_prompts(recipe(**changes))
 
 
 def test_without_prompts_or_an_export_nothing_is_measured(world, tmp_path) -> None:

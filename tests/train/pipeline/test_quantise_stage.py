@@ -25,12 +25,12 @@ def test_quantise_export_keeps_the_old_folder_where_the_loss_is_too_large(tiny_m
     plain = export_drafter(drafter, tmp_path / "plain", dtype=torch.float32)
     out = tmp_path / "out"
     out.mkdir()
-    (out / "old").write_text("what was there")
+    (out / "config.json").write_text('{"draftsmith": {}}')
     settings = EvaluationSettings(max_tokens=12, num_speculative_tokens=2)
     held_out = HeldOut(str(tmp_path / "target"), PROMPTS, settings, {})
     with raises_at(ConfigError, "--quantize"):
         quantise_export(plain, out, held_out, "int8", -1.0)  # it would have to double
-    assert [path.name for path in out.iterdir()] == ["old"]
+    assert [path.name for path in out.iterdir()] == ["config.json"]
     change = quantise_export(plain, out, held_out, "int8", 1.0)
     assert change.texts == 2 * len(PROMPTS) and change.before >= 1 and change.loss < 1
     assert read_drafter_config(out).quantization == "int8"
