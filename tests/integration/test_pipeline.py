@@ -87,13 +87,17 @@ def test_recipe_to_report_and_again(recipe, tmp_path, capsys):
     assert files_of(out) == kept and "fit the start" not in capsys.readouterr().out
     assert json.loads((out / "acceptance.json").read_text())["gates"][0]["passed"] is False
 
-    # another training recipe in the same folder is refused and changes nothing there; a warm start
-    # from the export is not
+    # another training recipe in the same folder is refused and changes nothing there, before texts
+    # are written for it; a warm start from the export is not
     given = (out / "recipe.yaml").read_text()
-    for change in ("training.learning_rate=0.5", "position_weights={uniform: true}"):
-        with pytest.raises(CheckpointError, match="another recipe"):
+    for change in (
+        "training.learning_rate=0.5",
+        "position_weights={uniform: true}",
+        "regenerate.max_new_tokens=7",
+    ):
+        with pytest.raises(CheckpointError, match=f"another recipe.*delete {out}/checkpoints"):
             run(recipe, [*fitted, change])
-    assert (out / "recipe.yaml").read_text() == given
+    assert (out / "recipe.yaml").read_text() == given and files_of(out) == kept
     start = [f"drafter.{key}" for key in (f"init_from={out / 'export'}", *shape)]
     warm = [*start, f"output_dir={tmp_path / 'warm'}", "trackers=none", *SHORT]
     assert run(recipe, warm) == 0

@@ -266,7 +266,7 @@ def _facts_of_recipe(recipe: Recipe | None, target: str) -> dict[str, Any]:
         f" that changed {target}, which is not in this repository."
     )
     return {
-        "datasets": list(dict.fromkeys(s.name for s in sources if s.name)),
+        "datasets": list(dict.fromkeys(s.resolved().hub_id[0] for s in sources if s.name)),
         "other_data": list(dict.fromkeys(Path(s.label).name for s in sources if not s.name)),
         "remarks": [] if recipe.joint is None else [remark],
     }

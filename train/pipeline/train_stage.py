@@ -94,14 +94,16 @@ class _Training:
 
     def inputs(self, name: str, recipe: Recipe, reads_start_text: bool = False) -> _Inputs:
         """The data and features of a stage. `reads_start_text`: its drafter is fitted to a text
-        that servers have to have room for."""
+        that servers have to have room for. CheckpointError: another recipe trained there."""
+        folder = self.recipe.checkpoints(name)
+        on_first(self.accelerator, lambda: checkpoint.require_recipe(folder, recipe))
         data = self.prepare(
             recipe, self.target, self.tokenizer, self.accelerator, self.stages, name
         )
         features = training_features(
             recipe, self.target, data, self.accelerator, self.stages, reads_start_text
         )
-        return _Inputs(name, recipe, data, features, self.recipe.checkpoints(name))
+        return _Inputs(name, recipe, data, features, folder)
 
     def new_drafter(self, first: _Inputs, config: DrafterConfig) -> Drafter:
         """The drafter that all stages train, before the first one."""

@@ -43,7 +43,8 @@ class TrainState:
     skipped: int = 0  # steps whose gradients were not finite
     skipped_in_a_row: int = 0  # the newest of them
     history: list[dict[str, Any]] = field(default_factory=list)
-    fingerprint: str = ""  # of the recipe's sections that shape training
+    fingerprint: str = ""  # of the recipe's sections that shape training, the target and the rows
+    recipe_fingerprint: str = ""  # of these sections alone; empty in checkpoints of 1.0
 
 
 HISTORY = "history.jsonl"
@@ -152,12 +153,30 @@ def load(folder: Path, fingerprint: str) -> TrainState:
     """The state of the run. CheckpointError if the recipe or its data have changed since."""
     state = read_state(folder)
     if state.fingerprint != fingerprint:
-        raise CheckpointError(
-            "was made by another recipe or from other data; give the new one another `name` or"
-            " `output_dir`, or delete the folder to start again",
-            where=f"{folder}",
-        )
+        raise _of_another(folder)
     return state
+
+
+def require_recipe(root: Path, recipe: Recipe) -> None:
+    """CheckpointError if the newest checkpoint in `root` was made by another recipe, which is known
+    before there are rows, and before texts are written for it."""
+    newest = latest(root)
+    if newest is None:
+        return
+    try:
+        made_by = read_state(newest).recipe_fingerprint
+    except CheckpointError:  # a damaged one is set aside later
+        return
+    if made_by and made_by != recipe_fingerprint(recipe):
+        raise _of_another(newest)
+
+
+def _of_another(folder: Path) -> CheckpointError:
+    return CheckpointError(
+        "was made by another recipe or from other data; give the new one another `name` or"
+        f" `output_dir`, or delete {folder.parent} to start again",
+        where=f"{folder}",
+    )
 
 
 def read_tensors(folder: Path, with_adapter: bool = False) -> dict[str, Any]:
@@ -259,6 +278,11 @@ def fingerprint(recipe: Recipe, target_hash: str, before: str, data_hash: str) -
     elif recipe.features.engine == "vllm" and recipe.features.endpoints:
         parts.append(recipe.features.engine)
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def recipe_fingerprint(recipe: Recipe) -> str:
+    """The part of the `fingerprint` of a stage that its recipe alone gives."""
+    return fingerprint(recipe, "", "", "")
 
 
 def hash_rows(rows: Iterable[PackedRow], prompts: Iterable[Sequence[int]] = ()) -> str:

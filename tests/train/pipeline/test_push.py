@@ -83,7 +83,7 @@ def run(tiny_model, tmp_path_factory) -> Path:
 
 def made_run(tiny_model, root: Path, folder: Path) -> None:
     recipe = tiny_run(tiny_model, folder, root)
-    recipe["data"]["train"].append({"name": "org/conversations"})
+    recipe["data"]["train"] += [{"name": "org/conversations@main"}, {"name": "ultrachat"}]
     recipe["gates"] = {"lossless_mismatches": {"max": 0}}
     (root / "recipe.yaml").write_text(yaml_text(recipe))
     assert accept(load_recipe(root / "recipe.yaml"), stages=Stages(enabled=False)) == 0
@@ -170,7 +170,7 @@ def test_the_card_names_the_target_the_data_and_the_report(run, tmp_path):
     assert provenance.drafter_config == fields
     data, report = metadata(card), load_report(run / "acceptance.json")
     assert data["base_model"] == "org/target" and data["license"] == "apache-2.0"
-    assert data["datasets"] == ["org/conversations"]
+    assert data["datasets"] == ["org/conversations", "HuggingFaceH4/ultrachat_200k"]
     text = card.decode()
     assert "vllm serve org/target" in text and '"model": "org/head"' in text
     assert f"{report.cell('all', 0.0).acceptance_length:.2f}" in text and "prompts.jsonl" in text

@@ -169,6 +169,14 @@ def test_a_recipe_extends_another(recipe_file, tmp_path):
         assert error_of(recipe_file(text)).where == where
 
 
+def test_the_home_folder_may_be_written_short(recipe_file, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/someone")
+    overrides = ["output_dir=~/runs/m", "data.train.0.path=~/chats.jsonl"]
+    recipe = load_recipe(recipe_file(MINIMAL), overrides)
+    assert recipe.output_dir == "/home/someone/runs/m"
+    assert recipe.data.train[0].path == "/home/someone/chats.jsonl"
+
+
 def test_position_weights_null_is_no_value(recipe_file):
     """Nor is it replaced by those of the family, which stand where a recipe names none."""
     path = recipe_file(MINIMAL + "family: dflash\ndrafter: {block_size: 8}\n")
