@@ -104,8 +104,11 @@ def _files(folder: Path, torn: list[Path] | None) -> Iterator[_File]:
             f"there is no log (files *{SUFFIX}); give the folder of --log", where=f"{folder}"
         )
     for path in paths:
-        with open(path, "rb") as file:
-            line = file.readline()
+        try:
+            with open(path, "rb") as file:
+                line = file.readline()
+        except FileNotFoundError:  # the writer removes old ones meanwhile
+            continue
         if line.endswith(b"\n"):
             yield _File(path, from_line(LogHeader, line, f"{path}:1"))
         elif torn is not None:
@@ -113,8 +116,12 @@ def _files(folder: Path, torn: list[Path] | None) -> Iterator[_File]:
 
 
 def _records(record: type[Timed], file: _File, torn: list[Path] | None) -> Iterator[Timed]:
-    """The records of a file, in its order."""
-    with open(file.path, "rb") as lines:
+    """The records of a file, in its order; none if it has gone since, as old ones do."""
+    try:
+        lines = open(file.path, "rb")  # noqa: SIM115 (closed below)
+    except FileNotFoundError:
+        return
+    with lines:
         next(lines)  # the header
         for number, line in enumerate(lines, 2):
             if line.endswith(b"\n"):

@@ -80,22 +80,25 @@ class LogWriter:
 
     def remove_old(self, needed: int = 0) -> None:
         """Removes files of slices that ended too many days ago. If `needed` bytes more are too many
-        for the log, also the oldest ones, until a tenth of it is free: but none of this slice.
-        Files of other names are not touched."""
+        for the log, also the oldest ones, until a tenth of it is free, and at last those of a clock
+        that was ahead: but none of this slice. Files of other names are not touched."""
         now = time.time()
         for start in list(self._keys):
             if start + self._seconds + LATE_S < now:
                 del self._keys[start]
-        files = []
+        files = []  # with the begin and end of their slices
         for path in self.folder.iterdir():
             named = NAME.fullmatch(path.name)
             if named is not None:
-                files.append((_seconds(named[1]) + int(named[2]), path))
-        sizes = {path: _size(path) for _, path in files}
+                start = _seconds(named[1])
+                files.append((start + int(named[2]), start, path))
+        sizes = {path: _size(path) for *_, path in files}
         self._bytes = sum(sizes.values())
         over = self._bytes + needed > self._max_bytes
-        for end, path in sorted(files):
-            full = over and end <= now and self._bytes > 0.9 * self._max_bytes
+        for end, start, path in sorted(files):
+            apart = end <= now or start > now + self._seconds
+            most = min(0.9 * self._max_bytes, self._max_bytes - needed)
+            full = over and apart and self._bytes > most
             if full or end + self._max_age_s < now:
                 path.unlink(missing_ok=True)
                 self._bytes -= sizes[path]

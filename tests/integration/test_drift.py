@@ -172,8 +172,13 @@ def test_head_that_was_not_refreshed_is_held_to_its_own_prompts(recipe, run, exc
         measured(**other)
         assert "nothing to compare" in refused(*command)
     measured()
-    (run / REPORT).write_text(json.dumps({"exported": False, "slice": {"judged_since": 0.0}}))
-    assert "nothing to compare" in refused(*command)
+    refreshed = {"slice": {"judged_since": 0.0}}
+    for others_head in ({"exported": True}, {"exported": True, "undone": False}):
+        (run / REPORT).write_text(json.dumps(refreshed | others_head))
+        assert "nothing to compare" in refused(*command)
+    for same_head in ({"exported": False}, {"exported": True, "undone": True}):
+        (run / REPORT).write_text(json.dumps(refreshed | same_head))
+        assert call(*command)[0] == 1
 
 
 @pytest.mark.integration

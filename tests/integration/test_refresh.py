@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from draftsmith.inference.traffic_log.records import LoggedExchange
 from draftsmith.train.pipeline import refresh as module
-from draftsmith.train.pipeline.export_swap import INCOMING
+from draftsmith.train.pipeline.export_swap import GATHERED, INCOMING
 from tests.support.cli import call, refused
 from tests.support.traffic import write_log
 
@@ -58,8 +59,57 @@ def test_refresh_goes_on_after_a_kill_and_its_gate_decides_what_is_exported(
     assert code == 0, output
     assert head(run / "previous" / "export") == old and not work.exists()
     assert head(run / "export") != old
+
+
+@pytest.mark.integration
+def test_head_of_a_refresh_stays_whatever_is_killed_or_run_again(
+    recipe, run, exchanges, tmp_path, monkeypatch
+):
+    command = ("refresh", recipe, "--log", write_log(tmp_path / "log", exchanges))
+    command += ("--minutes", 0.02, "--share", 0.5)
+    training = ("train", recipe, "evaluation.repeats=0", "evaluation.lossless_check=false")
+    assert call(*training)[0] == 0
+    old = head(run / "export")
+    work = run / module.WORK
+    monkeypatch.setattr(module, "refusals", lambda newest, old: [])
+    with monkeypatch.context() as patch:  # killed behind the swap
+        remove = module.shutil.rmtree
+
+        def killed_at(path: Path, **options: Any) -> None:
+            if path == work and (work / module.ACCEPTED).exists():
+                raise KeyError("killed")
+            remove(path, **options)
+
+        patch.setattr(module.shutil, "rmtree", killed_at)
+        with pytest.raises(KeyError, match="killed"):
+            call(*command)
+    new = head(run / "export")
+    assert (new != old) and head(run / "previous" / "export") == old
+    # the same command says that it was exported, and judges it by nothing more
+    monkeypatch.setattr(module, "refusals", lambda newest, old: ["not again"])
+    code, output = call(*command)
+    assert code == 0 and "had accepted its head" in output, output
+    assert head(run / "export") == new and not work.exists()
+    report = json.loads((run / module.REPORT).read_text())
+    assert module.refreshed_until(run) == report["slice"]["judged_since"]
+
+    # the training's own export takes its place neither by the same command nor by `export`
+    code, output = call(*training)
+    assert code == 0 and "that of a refresh stays" in output, output
+    assert head(run / "export") == new
+    assert "the head of a refresh" in refused("export", run, tmp_path / "out")
     assert call("refresh", recipe, "--undo")[0] == 0
-    assert head(run / "export") == old
+    assert head(run / "export") == old and module.refreshed_until(run) is None
+    assert call("export", run, tmp_path / "out")[0] == 0
+
+
+def test_refresh_that_was_killed_before_its_swap_goes_on(tmp_path):
+    (tmp_path / module.WORK).mkdir()
+    accepted = tmp_path / module.WORK / module.ACCEPTED
+    accepted.write_text("slice")
+    (tmp_path / GATHERED).mkdir()
+    assert not module._was_accepted(tmp_path)
+    assert accepted.with_name(module.SLICE).read_text() == "slice"
 
 
 @pytest.mark.integration

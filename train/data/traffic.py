@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -30,6 +31,7 @@ from draftsmith.train.recipe.recipe import Recipe
 
 WORKLOAD = "traffic"
 DAY = 86_400.0  # seconds
+CLOCKS_APART = 3_600.0  # seconds that a server's clock may be ahead
 SHORTEST = 2  # tokens of a response; the first is never drafted
 CHOICE_FROM = 0.7  # of the texts, in the order of time: where those begin that choose a checkpoint
 JUDGE_FROM = 0.8  # and those that judge it
@@ -127,12 +129,19 @@ class _Unusable(Exception):
     """An exchange that is left out; its text is the reason."""
 
 
-def newest_time(log: Path) -> float:
-    """Of the exchanges of a log, in seconds since 1970. DataError: there is none."""
-    newest = max((exchange.time for exchange in read_log(log)), default=None)
-    if newest is None:
-        raise DataError("the log holds no exchange", where=f"--log {log}")
-    return newest
+def newest_time(log: Path, names: Collection[str]) -> float:
+    """Of the exchanges of a log with a model of these `names`, in seconds since 1970; of all, if
+    there is none. Those of a clock that was ahead do not count. DataError: there is no other."""
+    times: dict[bool, float] = {}  # by whether the model has one of the names
+    for exchange in read_log(log, until=time.time() + CLOCKS_APART):
+        wanted = exchange.model in names
+        times[wanted] = max(exchange.time, times.get(wanted, exchange.time))
+    if not times:
+        raise DataError(
+            "the log holds no exchange, or only those of a clock that is ahead of this one's",
+            where=f"--log {log}",
+        )
+    return times.get(True, times.get(False, 0.0))
 
 
 class TrafficReader:

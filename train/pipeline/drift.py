@@ -8,7 +8,6 @@ sample of the day's texts with the running head. Nothing is written."""
 from __future__ import annotations
 
 import heapq
-import json
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -49,8 +48,7 @@ from draftsmith.train.pipeline.drift_verdict import (
     newest_day,
 )
 from draftsmith.train.pipeline.evaluate_again import require_export
-from draftsmith.train.pipeline.refresh import REPORT as REFRESH_REPORT
-from draftsmith.train.pipeline.refresh import describe
+from draftsmith.train.pipeline.refresh import describe, refreshed_until
 from draftsmith.train.pipeline.refresh_gate import LEAST_CONVERSATIONS
 from draftsmith.train.pipeline.run import make_accelerator
 from draftsmith.train.pipeline.run_target import load_target
@@ -203,9 +201,9 @@ class _Drift:
         """The days that have something, in the order of time. They are counted back from the newest
         exchange, so that each is a whole one."""
         log = Path(self.settings.log)
-        newest = newest_time(log)
+        newest = newest_time(log, self.reader.names)
         oldest = math.nextafter(newest - self.settings.days * DAY, math.inf)  # of the day before it
-        since = max(oldest, self._trained_until())
+        since = max(oldest, refreshed_until(self.folder) or 0.0)
         served = max(path.stat().st_mtime for path in (self.folder / EXPORT).glob("*.safetensors"))
         days: dict[int, _Traffic] = {}
 
@@ -214,7 +212,7 @@ class _Drift:
             return days.setdefault(number, _Traffic(newest - (number + 1) * DAY))
 
         others: Counter[str] = Counter()
-        for exchange in read_log(log, since=since):
+        for exchange in read_log(log, since=since, until=math.nextafter(newest, math.inf)):
             if exchange.model not in self.reader.names:
                 others[exchange.model] += 1
                 continue
@@ -230,15 +228,6 @@ class _Drift:
         for grown in read_counters(log, since=max(since, served), until=newest):
             day_of(grown.time - grown.seconds).add_metrics(grown.spec_decode)
         return [days[number] for number in sorted(days, reverse=True)]
-
-    def _trained_until(self) -> float:
-        """The time of the newest text that the running head has learned from, and was chosen by:
-        what it says of those is no measure. 0: it was not refreshed."""
-        path = self.folder / REFRESH_REPORT
-        if not path.exists():
-            return 0.0
-        report = json.loads(path.read_text(encoding="utf-8"))
-        return report["slice"]["judged_since"] if report["exported"] else 0.0
 
     def _sample(self, traffic: Sequence[_Traffic]) -> TrafficSlice:
         """The sampled exchanges as texts; those of days without counters of answers are replayed
@@ -284,7 +273,7 @@ class _Drift:
         to that of most texts. None after a refresh, from which on its own days count; and where it
         was measured on another head, or at another number of drafts."""
         path = self.folder / REPORT
-        if not path.exists() or (self.folder / REFRESH_REPORT).exists():
+        if not path.exists() or refreshed_until(self.folder) is not None:
             return None
         report = load_report(path)
         measured = report.provenance

@@ -15,7 +15,7 @@ import torch
 
 from draftsmith.speculators.digests import model_weights_sha256, weights_sha256
 from draftsmith.speculators.drafter import Drafter
-from draftsmith.speculators.errors import CheckpointError
+from draftsmith.speculators.errors import CheckpointError, ConfigError
 from draftsmith.speculators.export import (
     WEIGHTS_HASH,
     check_replaceable,
@@ -78,6 +78,20 @@ def export(recipe: Recipe, trained: Trained) -> Path:
     return out / EXPORT
 
 
+def refreshed_name(recipe: Recipe) -> str:
+    """What the recipe of a refresh of this one's run is called."""
+    return f"{recipe.name}/refresh"
+
+
+def is_refreshed(recipe: Recipe) -> bool:
+    """Whether the run's export is the head of a refresh, and not that of its checkpoints."""
+    folder = Path(recipe.output_dir) / EXPORT
+    if not (folder / "config.json").is_file():
+        return False
+    described = read_fields(folder).get("draftsmith") or {}
+    return described.get("recipe") == refreshed_name(recipe)
+
+
 def reexport(
     run_dir: Path, out: Path, *, dtype: str = "auto", format: str = "vllm"
 ) -> tuple[Path, int]:
@@ -88,6 +102,12 @@ def reexport(
     recipe = load_recipe(run_dir / RECIPE)
     # the folder may have been moved
     recipe = named_adapted_target(recipe.model_copy(update={"output_dir": str(run_dir)}))
+    if is_refreshed(recipe):
+        raise ConfigError(
+            f"{run_dir / EXPORT} is the head of a refresh, which the run's checkpoints do not hold;"
+            f" give {run_dir / EXPORT} in place of {run_dir}, or undo the refresh first",
+            where="export",
+        )
     root = recipe.checkpoints()
     newest = checkpoint.latest(root)
     if newest is None:

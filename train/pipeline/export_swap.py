@@ -9,24 +9,29 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from draftsmith.speculators.errors import CheckpointError
 
 PREVIOUS = "previous"  # the exports before the newest swap, under their names
 INCOMING = ".exports-accepted"
+GATHERED = f"{INCOMING}-not-yet"
 OUTGOING = ".exports-replaced"
 
 
-def swap_in(run: Path, exports: Iterable[Path]) -> None:
+def swap_in(
+    run: Path, exports: Iterable[Path], accept: Callable[[], object] = lambda: None
+) -> None:
     """Moves the folders `exports`, of the same disk, into the run's under their names; those that
-    were there go to PREVIOUS. Nothing else may be swapping."""
-    gathered = run / f"{INCOMING}-not-yet"
+    were there go to PREVIOUS. Nothing else may be swapping. `accept` is called right before the
+    rename from which on the swap is finished; until then GATHERED is there."""
+    gathered = run / GATHERED
     shutil.rmtree(gathered, ignore_errors=True)
     gathered.mkdir()
     for export in exports:
         os.rename(export, gathered / export.name)
+    accept()
     os.rename(gathered, run / INCOMING)
     finish_swap(run)
 

@@ -9,11 +9,14 @@ continued by the same command on the same slice."""
 from __future__ import annotations
 
 import json
+import math
+import os
 import shutil
 import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +58,14 @@ from draftsmith.train.pipeline.data_stage import (
     response_rows,
 )
 from draftsmith.train.pipeline.evaluate_again import require_export
-from draftsmith.train.pipeline.export_stage import export
-from draftsmith.train.pipeline.export_swap import PREVIOUS, finish_swap, swap_back, swap_in
+from draftsmith.train.pipeline.export_stage import export, refreshed_name
+from draftsmith.train.pipeline.export_swap import (
+    GATHERED,
+    PREVIOUS,
+    finish_swap,
+    swap_back,
+    swap_in,
+)
 from draftsmith.train.pipeline.refresh_gate import (
     LEAST_CONVERSATIONS,
     Judgement,
@@ -72,6 +81,7 @@ from draftsmith.train.regeneration.store import Response, write_json
 
 WORK = "refresh"  # the folder of a refresh that is under way
 SLICE = "slice.json"
+ACCEPTED = "accepted.json"  # what SLICE is called once its head is to be exported
 REPORT = "refresh.json"  # in the run's folder, of the newest refresh
 
 JUDGE_TEXTS = 256  # of the newest part, at most
@@ -107,10 +117,46 @@ def undo(recipe: Recipe) -> bool:
     run = Path(recipe.output_dir)
     accelerator = make_accelerator(recipe.model_copy(update={"trackers": []}))
     with claimed(accelerator, run):
-        if finish_swap(run):
+        finished = finish_swap(run)
+        if _was_accepted(run) or finished:
             return False
         swap_back(run)
+        for weights in run.glob(f"{EXPORT}*/*.safetensors"):
+            os.utime(weights)  # it serves from now on
+        _toggle_undone(run / REPORT)
         return True
+
+
+def _was_accepted(run: Path) -> bool:
+    """Whether a refresh was killed after its head had been exported, or begun to be; its folder is
+    removed then. One that was killed before goes on."""
+    accepted = run / WORK / ACCEPTED
+    if not accepted.exists():
+        return False
+    if (run / GATHERED).exists():
+        accepted.rename(accepted.with_name(SLICE))
+        return False
+    shutil.rmtree(run / WORK)
+    return True
+
+
+def _toggle_undone(report: Path) -> None:
+    """Says in refresh.json that the head before serves again, or that of the refresh."""
+    if report.exists():
+        tree = json.loads(report.read_text(encoding="utf-8"))
+        write_json(report, tree | {"undone": not tree.get("undone", False)})
+
+
+def refreshed_until(run: Path) -> float | None:
+    """The time of the newest text that the running head has learned from in a refresh, and was
+    chosen by; None if it was not refreshed, or if that was undone."""
+    report = run / REPORT
+    if not report.exists():
+        return None
+    tree = json.loads(report.read_text(encoding="utf-8"))
+    if not tree["exported"] or tree.get("undone", False):
+        return None
+    return tree["slice"]["judged_since"]
 
 
 def refresh(recipe: Recipe, settings: RefreshSettings, stages: Stages | None = None) -> int:
@@ -122,7 +168,11 @@ def refresh(recipe: Recipe, settings: RefreshSettings, stages: Stages | None = N
     _check(recipe, accelerator)
     run = Path(recipe.output_dir)
     with claimed(accelerator, run):
-        if finish_swap(run):
+        finished = finish_swap(run)
+        if _was_accepted(run):
+            stages.say("a refresh that was killed had accepted its head, which is exported")
+            return 0
+        if finished:
             stages.say("the swap of a refresh that was killed is finished")
         return _Refresh(recipe, settings, accelerator, stages).run()
 
@@ -187,7 +237,8 @@ class _Refresh:
         reasons = refusals(newest, old)
         self._report(part, newest, old, reasons, steps)
         if not reasons:
-            swap_in(self.folder, sorted(self.work.glob(f"{EXPORT}*")))
+            accept = partial(os.rename, self.work / SLICE, self.work / ACCEPTED)
+            swap_in(self.folder, sorted(self.work.glob(f"{EXPORT}*")), accept)
         shutil.rmtree(self.work)
         return 1 if reasons else 0
 
@@ -214,9 +265,12 @@ class _Refresh:
 
     def _read(self) -> TrafficSlice:
         log = Path(self.settings.log)
-        since = newest_time(log) - self.settings.days * DAY
         reader = TrafficReader.of_recipe(self.recipe, self.tokenizer, self.settings.names)
-        part = reader.slice_of(read_log(log, since=since), self._held_out_prompts())
+        newest = newest_time(log, reader.names)
+        exchanges = read_log(
+            log, newest - self.settings.days * DAY, until=math.nextafter(newest, math.inf)
+        )
+        part = reader.slice_of(exchanges, self._held_out_prompts())
         self.stages.say(f"      {escape(describe(part))}")
         return part
 
@@ -355,7 +409,7 @@ def derived_recipe(
         "top_k": sampling.top_k,
     }
     tree["export"]["push_to_hub"] = None
-    tree |= {"name": f"{recipe.name}/refresh", "output_dir": str(work)}
+    tree |= {"name": refreshed_name(recipe), "output_dir": str(work)}
     tree |= {"on_policy": None, "stages": [], "gates": {}, "trackers": []}
     return at_rate(type(recipe).model_validate(tree).resolved(), settings.rate)
 

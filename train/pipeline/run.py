@@ -20,7 +20,7 @@ from draftsmith.speculators.precision import autocast_dtype, free_memory, own_de
 from draftsmith.train.pipeline import trackers
 from draftsmith.train.pipeline.acceptance_stage import accept, check_prompts, engines_of
 from draftsmith.train.pipeline.adapted_target import with_adapted_target
-from draftsmith.train.pipeline.export_stage import export
+from draftsmith.train.pipeline.export_stage import export, is_refreshed
 from draftsmith.train.pipeline.run_folder import claimed
 from draftsmith.train.pipeline.train_stage import train
 from draftsmith.train.pipeline.vocabulary_stage import with_draft_vocabulary
@@ -28,6 +28,7 @@ from draftsmith.train.planner.plan import short_budgets
 from draftsmith.train.processes import RunAccelerator, is_shared, on_first
 from draftsmith.train.recipe.load import load_recipe
 from draftsmith.train.recipe.recipe import Recipe
+from draftsmith.train.trainer import checkpoint
 
 
 def run(path: str | Path, overrides: Sequence[str] = (), *, dry_run: bool = False) -> int:
@@ -66,12 +67,19 @@ def run_claimed(recipe: Recipe, accelerator: Accelerator) -> int:
     if not is_shared(accelerator, Path(recipe.output_dir)):
         stages.say("      the first process alone keeps the run, as others do not see its folder")
     recipe = with_adapted_target(recipe, accelerator)
+    before = _newest_checkpoint(recipe)
     trained = train(recipe, accelerator, stages, recipe_text)
     accelerator.wait_for_everyone()
     code = 0
     if accelerator.is_main_process:
-        with stages.stage("export"):
-            export(recipe, trained)
+        if is_refreshed(recipe) and before == _newest_checkpoint(recipe):
+            stages.say(
+                "export: that of a refresh stays; draftsmith refresh --undo brings back the head of"
+                " this training"
+            )
+        else:
+            with stages.stage("export"):
+                export(recipe, trained)
         steps = trained.state.step
         del trained  # what is measured is loaded from the export, and needs the memory
         free_memory()
@@ -83,6 +91,12 @@ def run_claimed(recipe: Recipe, accelerator: Accelerator) -> int:
             push_run(recipe, code, stages.say)
     accelerator.end_training()
     return code
+
+
+def _newest_checkpoint(recipe: Recipe) -> Path | None:
+    """Of the last stage."""
+    last, _ = recipe.training_stages()[-1]
+    return checkpoint.latest(recipe.checkpoints(last))
 
 
 def optimizers_of(recipe: Recipe) -> list[str]:

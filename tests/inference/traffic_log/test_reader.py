@@ -53,6 +53,16 @@ def test_line_of_an_exchange_holds_all_of_it():
     assert read == FULL and read.key == FULL.key
 
 
+def test_read_log_goes_on_where_a_file_is_removed_meanwhile(tmp_path):
+    """As the oldest ones are, by the writer or by hand."""
+    for start in (0, 60, 120, 180):
+        write(tmp_path / f"{start}.jsonl", header(start), exchange(start + 5))
+    log = read_log(tmp_path)
+    times = [next(log).time]
+    (tmp_path / "180.jsonl").unlink()
+    assert times + [one.time for one in log] == [5, 65, 125]
+
+
 def test_read_log_over_files_is_in_the_order_of_time(tmp_path):
     """Also where slices of another length overlap, and files are named as they come."""
     write(tmp_path / "b.jsonl", header(0), exchange(50), exchange(3))

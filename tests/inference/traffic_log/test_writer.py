@@ -118,6 +118,16 @@ def test_old_files_are_removed_by_days_and_bytes_and_others_stay(tmp_path, clock
     assert len(kept) >= 9 and kept[-1] == clock.now and kept[0] == kept[-1] - 3600 * (len(kept) - 1)
 
 
+def test_files_of_a_clock_that_was_ahead_make_room(tmp_path, clock):
+    log = writer(tmp_path, log_max_bytes=1024**2)
+    clock.now = NOW + 10 * DAY_S
+    log.write(exchange(clock.now, text="x" * 900_000))
+    clock.now = NOW
+    log = writer(tmp_path, log_max_bytes=1024**2)
+    log.write(exchange(clock.now, text="x" * 500_000))
+    assert [one.time for one in read_log(tmp_path)] == [NOW]
+
+
 def test_slice_that_has_all_bytes_takes_no_more(tmp_path):
     log = writer(tmp_path, log_max_bytes=1024**2)
     log.write(exchange(text="x" * 600_000))

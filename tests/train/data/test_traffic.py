@@ -3,15 +3,19 @@ anything else is left out by its reason, and time alone parts them."""
 
 from __future__ import annotations
 
+import time
 from itertools import pairwise
 
 import pytest
 from transformers import AutoTokenizer
 
 from draftsmith.inference.traffic_log.records import LoggedExchange
+from draftsmith.speculators.errors import DataError
 from draftsmith.train.data import traffic
 from draftsmith.train.data.traffic import LoggedText, Sampling, TrafficReader, TrafficSlice
+from tests.support.errors import raises_at
 from tests.support.targets import TOKENIZER
+from tests.support.traffic import write_log
 from tests.support.training import recipe_of
 
 MESSAGES = [{"role": "user", "content": "How many apples are there?"}]
@@ -110,6 +114,17 @@ def test_slice_is_split_by_time_alone(times):
 def test_texts_of_one_moment_are_in_one_part():
     part = TrafficSlice(texts([0.0] * 75 + [1.0] * 25), 100, {}, {})
     assert [len(part.train), len(part.choice), len(part.judge)] == [0, 75, 25]
+
+
+def test_newest_time_is_of_the_target_and_of_no_clock_that_is_ahead(tmp_path):
+    ahead = exchange(time=time.time() + 10 * traffic.DAY)
+    ours = [exchange(time=5.0), exchange(time=7.0)]
+    others = [exchange(time=9.0, model="another")]
+    log = write_log(tmp_path, [*ours, *others, ahead])
+    assert traffic.newest_time(log, {"target"}) == 7.0
+    assert traffic.newest_time(log, {"nobody"}) == 9.0
+    with raises_at(DataError, f"--log {log}"):
+        traffic.newest_time(write_log(tmp_path, [ahead]), {"target"})
 
 
 def test_conversation_is_known_by_its_opening():
