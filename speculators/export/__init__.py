@@ -62,6 +62,7 @@ def export_drafter(
             f"has no place for {config.quantization} weights; write {NATIVE}",
             where=f"export format {format}",
         )
+    _require_values(drafter, dtype, folder)
     fields = written_as.layout.to_config(config) | quantisation_fields(config.quantization)
     if drafter.attached:
         fields["draftsmith"]["target"] = describe_target(drafter.target)
@@ -77,6 +78,17 @@ def export_drafter(
         (fresh / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
         judge(fresh)
     return folder
+
+
+def _require_values(drafter: Drafter, dtype: torch.dtype, folder: Path) -> None:
+    """CheckpointError for a tensor with values that the dtype has not."""
+    for name, tensor in drafter.state_dict().items():
+        if tensor.is_floating_point() and not tensor.to(dtype).isfinite().all():
+            raise CheckpointError(
+                f"{name} has values that are not finite in {str(dtype).removeprefix('torch.')};"
+                " give another --dtype, such as bfloat16, if they are finite elsewhere",
+                where=f"{folder}",
+            )
 
 
 def describe_target(target: Any) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from draftsmith.speculators.config import DrafterConfig
 from draftsmith.speculators.errors import CheckpointError
 from draftsmith.speculators.export import (
     check_replaceable,
@@ -24,7 +25,7 @@ from draftsmith.speculators.export import (
     resolve,
 )
 from draftsmith.speculators.export.formats import NATIVE
-from draftsmith.speculators.export.headers import PICKLES, read_headers
+from draftsmith.speculators.export.headers import FLOATS, PICKLES, read_headers
 from draftsmith.speculators.export.layouts.base import WEIGHTS
 from draftsmith.speculators.export.quantisation import quantised
 from draftsmith.speculators.precision import as_dtype
@@ -73,7 +74,7 @@ def convert(
         drafter = quantised(drafter, quantize, "--quantize")
     section = read_fields(folder).get("draftsmith") or {}
     origin = {name: section[name] for name in ORIGIN if name in section} | (provenance or {})
-    exported = as_dtype(config.dtype if dtype == "auto" else dtype)
+    exported = as_dtype(_stored_dtype(folder, config) if dtype == "auto" else dtype)
     files = [path for path in sorted(folder.iterdir()) if path.is_file()]
     kept = [path for path in files if not any(map(path.match, NOT_COPIED))]
     return export_drafter(
@@ -87,17 +88,30 @@ def convert(
     )
 
 
+def _stored_dtype(folder: Path, config: DrafterConfig) -> str:
+    """The dtype that a folder's tensors have, whatever config.json says; that one where they have
+    several, as quantised ones do."""
+    headers = read_headers(folder).values()
+    stored = {header.dtype for header in headers if header.is_floating_point}
+    return stored.pop() if len(stored) == 1 and stored <= set(FLOATS.values()) else config.dtype
+
+
 def write_back(export: str | Path, target: str | Path, out: str | Path) -> Path:
     """Copies the folder `target` to `out` with the tensors of the folder `export` in place of its
     own; returns `out`.
 
     Shards, other tensors, dtypes and every other file stay as they are. CheckpointError names the
     tensors that the target lacks or has in another shape."""
-    export = Path(export)
+    export = resolve(export)
     target = Path(target)
     out = Path(out)
     for source in (export, target):
         check_replaceable(out, source, target=True)
+    if not (export / WEIGHTS).is_file():
+        raise CheckpointError(
+            f"expected {WEIGHTS}, the MTP module; give the folder of an export",
+            where=f"drafter {export}",
+        )
     fresh = load_file(export / WEIGHTS)
     headers = read_headers(target)
     wrong = sorted(

@@ -99,6 +99,8 @@ def _vllm(
             why = f"this folder is in the format {format_}: {why}; {_again(folder, NATIVE)}"
         return ServingCommand("vLLM", note=why)
     options = {**speculative_config, **vllm_method(config.family)}
+    if layout.vllm_samples and not getattr(config, "other_tokenizer", False):
+        options["draft_sample_method"] = "probabilistic"  # as here; vLLM's default is greedy
     if format_ == "speculators":
         note = "config.json names the target; with other options: --speculative-config"
         return ServingCommand("vLLM", f"vllm serve {shlex.quote(folder)}", options, note)

@@ -64,7 +64,7 @@ def export(
         change = _quantise(source, out, quantize, max_acceptance_loss, prompts, model, dtype)
         console.print(f"{out}: {source} in {quantize}; {change}", highlight=False)
     elif into is not None:
-        write_back(source, into, out)
+        write_back(_drafter_of(source), into, out)
         console.print(f"{out}: {into} with the module of {source}", highlight=False)
         return
     elif _is_export(source):
@@ -83,6 +83,15 @@ def export(
     config = read_drafter_config(out, target_layers)
     fields = read_fields(out)
     _print_commands(console, _commands(config, fields, str(out), model))
+
+
+def _drafter_of(source: Path) -> Path:
+    """The folder of the drafter: below a run's, which has none itself."""
+    from draftsmith.train.recipe.recipe import EXPORT
+
+    below = source / EXPORT
+    is_run = not (source / "config.json").is_file() and (below / "config.json").is_file()
+    return below if is_run else source
 
 
 def _is_export(source: Path) -> bool:
@@ -119,7 +128,7 @@ def inspect(
         str,
         typer.Argument(
             metavar="DIR",
-            help=f"A drafter: folder or repository id; or {', '.join(TRAINING_FREE)}.",
+            help=f"A drafter: folder (or a run's) or repository id; or {', '.join(TRAINING_FREE)}.",
         ),
     ],
     model: Model = "",
@@ -138,6 +147,8 @@ def inspect(
     if drafter in TRAINING_FREE and not Path(drafter).is_dir():
         _inspect_method(drafter, model, as_json)
         return
+    if Path(drafter).is_dir():
+        drafter = str(_drafter_of(Path(drafter)))
     result = inspect_folder(drafter, num_target_layers=target_layers)
     named = result.target_name or ""
     if target := model or (named if Path(named).is_dir() else ""):

@@ -195,13 +195,22 @@ class Layout:
         drafter.load_state_dict(state, strict=True)
 
     def _stored(self, config: DrafterConfig, folder: Path) -> dict[str, Tensor]:
-        """The drafter's tensors as `folder` has them."""
+        """The drafter's tensors as `folder` has them. CheckpointError: one is there twice."""
         tensors: dict[str, Tensor] = {}
-        for file in folder.glob("*.safetensors"):
+        files: dict[str, str] = {}
+        for file in sorted(folder.glob("*.safetensors")):
             with safe_open(file, "pt") as reader:
                 # (not a dict)
                 names = [name for name in reader.keys() if self.belongs(name, config)]  # noqa: SIM118
-                tensors |= {name: reader.get_tensor(name) for name in names}
+                for name in names:
+                    if name in tensors:
+                        raise CheckpointError(
+                            f"{name} is in {files[name]} and in {file.name}; remove the file that"
+                            " is not the drafter's",
+                            where=f"{folder}",
+                        )
+                    tensors[name] = reader.get_tensor(name)
+                    files[name] = file.name
         return tensors
 
     def faults(self, tensors: Mapping[str, Tensor], config: DrafterConfig) -> list[Fault]:
@@ -334,6 +343,26 @@ def window_of(fields: Mapping[str, Any], where: str) -> int | None:
             "sliding layers, but sliding_window does not say how wide", where=where
         )
     return fields["sliding_window"]
+
+
+def other_computation(
+    fields: Fields, bias_flags: Sequence[str], names: set[str]
+) -> Iterator[Fault]:
+    """What vLLM computes otherwise than the layers here, by fields of config.json. `bias_flags`:
+    those that give its attention biases."""
+    biased = any(name.endswith("q_proj.bias") for name in names)
+    for flag in bias_flags:
+        if fields.get(flag) and not biased:
+            text = f"{flag} is true, and there are no biases of attention; set it to false"
+            yield Fault(flag, text, "vLLM adds biases that nothing fills, and accepts nothing")
+    activation = fields.get("hidden_act") or "silu"
+    if activation != "silu":
+        text = f"hidden_act is {activation}; only silu is computed here, too"
+        yield Fault("hidden_act", text, REFUSES)
+    scale = fields.get("logit_scale")
+    if scale not in (None, 1):
+        text = f"logit_scale is {scale}, which is not applied here; scale lm_head.weight instead"
+        yield Fault("logit_scale", text, "vLLM multiplies logits with it")
 
 
 def ignored_window(fields: Fields, *, layers: bool = True) -> Iterator[Fault]:

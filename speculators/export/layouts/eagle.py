@@ -50,6 +50,8 @@ class EagleLayout(Layout):
             text = "queries, keys and values have biases; set qkv_bias: true"
             yield Fault("qkv_bias", text, "vLLM drops them")
         yield from base.ignored_window(plain, layers=False)
+        flags = ("bias", "attention_bias", "qkv_bias")
+        yield from base.other_computation(fields, flags, names)
 
     @override
     def to_config(self, config: Any) -> dict[str, Any]:

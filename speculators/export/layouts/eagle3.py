@@ -16,6 +16,9 @@ from draftsmith.speculators.registry import build_config
 ARCHITECTURES = (
     *("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaForCausalLM"),
     *("Qwen3ForCausalLM", "Eagle3Qwen3ForCausalLM"),
+    # which vLLM reads alike
+    *("Eagle3Qwen2_5vlForCausalLM", "Eagle3Qwen3vlForCausalLM", "Eagle3MiniMaxM2ForCausalLM"),
+    *("PEagleDraftModel", "PeagleLlamaForCausalLM", "PeagleQwen3ForCausalLM"),
 )
 TAPS = "eagle_aux_hidden_state_layer_ids"
 SECTION = "eagle_config"
@@ -31,6 +34,7 @@ class Eagle3Layout(Layout):
     ignored = ("t2d",)
     without: ClassVar = {
         "d2t": "vLLM takes every draft id for a target id, and accepts next to nothing",
+        "lm_head.weight": "vLLM takes the target's for a whole vocabulary, else accepts nothing",
         **Layout.without,
     }
     sglang_algorithm: ClassVar[str | None] = "EAGLE3"
@@ -98,6 +102,14 @@ class Eagle3Layout(Layout):
             text = f"{COUNT} is {count or 'missing, so 3'}, but there are {len(taps)} tap ids"
             yield Fault(COUNT, text, base.REFUSES)
         yield from base.ignored_window(plain)
+        yield from base.other_computation(fields, ("attention_bias",), names)
+
+    @override
+    def unexpected(self, name: str) -> Fault:
+        if name.endswith("_proj.bias") and ".self_attn." in name:
+            text = f"{name} is unexpected; this version has no such head"
+            return Fault(name, text, "vLLM adds it if attention_bias is true, else drops it")
+        return super().unexpected(name)
 
     @override
     def from_config(self, contents: FolderContents) -> DrafterConfig:

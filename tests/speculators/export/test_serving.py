@@ -74,6 +74,12 @@ def test_a_folder_in_another_engines_format_is_not_offered(ways) -> None:
         assert named["vLLM"].command == "vllm serve d" and "--format sglang" in named["SGLang"].note
 
 
+def test_vllm_samples_its_drafts_where_it_can(ways) -> None:
+    """As the report measures them; vLLM's default drafts the best token at every temperature."""
+    assert ways("eagle3")["vLLM"].options["draft_sample_method"] == "probabilistic"
+    assert "draft_sample_method" not in ways("medusa", vllm_version="0.32.1")["vLLM"].options
+
+
 def test_what_engines_do_not_serve_is_said(ways) -> None:
     assert ways("dspark")["SGLang"].options["speculative-num-draft-tokens"] == 9
     assert "GPU" in ways("dflash2")["vLLM"].note

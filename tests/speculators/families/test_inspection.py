@@ -137,6 +137,9 @@ FAULTS: dict[str, list[tuple[Change, set[str]]]] = {
         (fields(rms_norm_eps=-1), {"config.json"}),
         (fields(rms_norm_eps=float("inf")), {"config.json"}),
         (fields(sliding_window=64), {"sliding_window"}),
+        (fields(attention_bias=True), {"attention_bias"}),
+        (fields(hidden_act="gelu"), {"hidden_act"}),
+        (fields(logit_scale=-1.0), {"logit_scale"}),
     ],
     "peagle": [
         (without("mask_hidden"), {"mask_hidden"}),
@@ -154,7 +157,10 @@ FAULTS: dict[str, list[tuple[Change, set[str]]]] = {
         (BOTH_CAUSAL, {"is_causal"}),
         (section(sample_from_anchor=True), {"config.json"}),
     ],
-    "eagle": [(added("fc.bias", torch.ones(32)), {"fc.bias"})],
+    "eagle": [
+        (added("fc.bias", torch.ones(32)), {"fc.bias"}),
+        (fields(bias=True), {"bias"}),
+    ],
     "medusa": [(fields(medusa_fc_bias=False), {"medusa_fc_bias"})],
     "mlp": [(without("speculator.proj.0.weight"), {"speculator.proj.0.weight"})],
     "mtp": [(without(MODULE), {MODULE})],
@@ -174,6 +180,11 @@ def test_inspect_names_the_place_of_a_fault(broken, family, change, expected) ->
     inspected = broken(change, family)
     assert places(inspected) == expected, inspected.faults
     assert not inspected.sound
+
+
+@pytest.mark.parametrize("name", ["Eagle3Qwen3vlForCausalLM", "PeagleLlamaForCausalLM"])
+def test_inspect_takes_the_names_that_vllm_takes_for_the_same_head(broken, name) -> None:
+    assert broken(fields(architectures=[name])).sound
 
 
 def test_load_of_integer_weights_is_refused(broken, tiny_model) -> None:
