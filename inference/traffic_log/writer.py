@@ -90,13 +90,13 @@ class LogWriter:
         for path in self.folder.iterdir():
             named = NAME.fullmatch(path.name)
             if named is not None:
-                start = _seconds(named[1])
-                files.append((start + int(named[2]), start, path))
+                began = _seconds(named[1])
+                files.append((began + int(named[2]), began, path))
         sizes = {path: _size(path) for *_, path in files}
         self._bytes = sum(sizes.values())
         over = self._bytes + needed > self._max_bytes
-        for end, start, path in sorted(files):
-            apart = end <= now or start > now + self._seconds
+        for end, began, path in sorted(files):
+            apart = end <= now or began > now + self._seconds
             most = min(0.9 * self._max_bytes, self._max_bytes - needed)
             full = over and apart and self._bytes > most
             if full or end + self._max_age_s < now:
