@@ -69,6 +69,7 @@ VARIANTS: dict[str, list[str]] = {
     "muon_0.01": ["training.muon_learning_rate=0.01", "training.learning_rate=8e-4"],
     "vocabulary_4k": ["drafter.draft_vocab_size=4096"],
     "vocabulary_16k": ["drafter.draft_vocab_size=16384"],
+    "vocabulary_32k": ["drafter.draft_vocab_size=32768"],
     "vocabulary_all": ["drafter.draft_vocab_size=49152"],
     "tv": ["loss={tv: 1.0}"],
     "d_pace": ["position_weights={d_pace: 0.5}"],
@@ -81,6 +82,7 @@ VARIANTS: dict[str, list[str]] = {
         "data.train=[{path: recipes/quickstart/data/train.jsonl.gz, limit: 330},"
         " {path: recipes/quickstart/data/code-train.jsonl.gz, limit: 70}]"
     ],
+    "responses_3111": ["data.train.0.limit=2880"],
     "taps_depths_4": TAPS_DEPTHS_4,
     "taps_depths_4_row_1": [*TAPS_DEPTHS_4, "training.batch_size=1"],
     "taps_depths_4_muon_0.04": [*TAPS_DEPTHS_4, "training.muon_learning_rate=0.04"],
