@@ -452,7 +452,6 @@ class _Evaluation:
         settings = self.settings
         note = f"{cell.suite or ''} {cell.workload}, T={cell.temperature:g}: times".strip()
         prompts, params = self._timed(cell)
-
         turns = self.engine.turns(len(prompts), settings.batch_size)
         whole = 2 * settings.repeats * len(prompts)  # responses
         ended = 0

@@ -285,6 +285,11 @@ def recipe_fingerprint(recipe: Recipe) -> str:
     return fingerprint(recipe, "", "", "")
 
 
+def new_state(recipe: Recipe, fingerprint: str) -> TrainState:
+    """The state of a training that begins."""
+    return TrainState(fingerprint=fingerprint, recipe_fingerprint=recipe_fingerprint(recipe))
+
+
 def hash_rows(rows: Iterable[PackedRow], prompts: Iterable[Sequence[int]] = ()) -> str:
     """The hash of what is trained on: packed rows, and the prompts of on-policy texts."""
     digest = hashlib.blake2b()

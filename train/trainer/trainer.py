@@ -174,9 +174,7 @@ class Trainer:
         depths = min(recipe.drafter.unroll_steps, drafter.max_depth or recipe.drafter.unroll_steps)
         self.position = PositionWeights.parse(recipe.position_weights)
         self.depth_weights = self.position.of_depths(depths).to(accelerator.device)  # [K]
-        self.state = checkpoint.TrainState(
-            fingerprint=fingerprint, recipe_fingerprint=checkpoint.recipe_fingerprint(recipe)
-        )
+        self.state = checkpoint.new_state(recipe, fingerprint)
         self.order = Shuffled([t.seed], len(features.rows))
         self.stop_signal: int | None = None
         self.telemetry = Telemetry(accelerator.device)
