@@ -13,7 +13,6 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 
-from draftsmith.inference.evaluation.suites import load_suite
 from draftsmith.inference.progress import Stages
 from draftsmith.speculators.export.upload import account
 from draftsmith.speculators.precision import autocast_dtype, free_memory, own_device
@@ -44,11 +43,9 @@ def run(path: str | Path, overrides: Sequence[str] = (), *, dry_run: bool = Fals
         return 0
     if recipe.export.push_to_hub:
         account()  # a token that is of no use is noticed now, and not after the training
-    engines_of(recipe)  # and so is a vLLM that a gate needs, and a suite that is not there
-    for name, file in recipe.evaluation.suite_paths.items():
-        load_suite(name, file)
+    engines_of(recipe)  # and so is a vLLM that a gate needs
     accelerator = make_accelerator(recipe)
-    on_first(accelerator, lambda: check_prompts(recipe))
+    on_first(accelerator, lambda: check_prompts(recipe))  # suites among them
     with claimed(accelerator, Path(recipe.output_dir)):
         return run_claimed(recipe, accelerator)
 
