@@ -289,7 +289,8 @@ until curl -sf localhost:8001/health && curl -sf localhost:8002/health; do sleep
 draftsmith bench --base-url http://localhost:8002 --baseline-url http://localhost:8001 \\
   --dataset-name custom --dataset-path {PROMPTS} --num-prompts 64 --output-len 128 \\
   --temperature 0 --concurrencies 1,4,8 --draft-lengths 2,4 --repeats 3 --result-dir {OUT}"""
-TABLE_HEADS = ("eagle3", "draft_model", "medusa", "mlp", "dspark")
+TABLE_HEADS = ("eagle3", "peagle", "dspark", "mlp", "medusa", "draft_model")
+TABLE_HEADS_OF_VLLM = ("eagle3", "peagle", "draft_model")  # that its build for CPUs serves
 TABLE_METHODS = ("ngram", "suffix")
 TABLE_PROMPTS = {"quickstart": "own kind", "mt_bench": "MT-Bench", "humaneval": "HumanEval"}
 TABLE_MINUTES = 20  # of one core's time, for every head
@@ -317,7 +318,7 @@ humaneval="--suite humaneval --prompts-per-workload 12"
 for name in {" ".join(TABLE_PROMPTS)}; do
   for head in {" ".join(TABLE_HEADS)}; do
     head_of="--drafter runs/smollm2-135m-instruct/$head/export"
-    case $head in eagle3|draft_model) vllm="--engine vllm" ;; *) vllm="" ;; esac
+    case $head in {"|".join(TABLE_HEADS_OF_VLLM)}) vllm="--engine vllm" ;; *) vllm="" ;; esac
     on $name/$head ${{!name}} $head_of --repeats 0 --engine draftsmith $vllm
     test -z "$vllm" || on $name/$head/vllm ${{!name}} $head_of --repeats 1 $vllm
   done

@@ -139,3 +139,14 @@ def test_undo_that_was_killed_is_finished_and_not_undone_by_the_same_command(rec
     code, output = call("refresh", recipe, "--undo")
     assert code == 0 and "--undo again" in output
     assert (head(run / "export"), head(run / "previous" / "export")) == (b"before", old)
+
+
+@pytest.mark.integration
+def test_undo_of_a_second_refresh_brings_back_the_date_of_the_first(recipe, run):
+    for folder, date in ((run / "export", 2.0), (run / "previous" / "export", 1.0)):
+        folder.mkdir(parents=True, exist_ok=True)
+        facts = {"draftsmith": {module.JUDGED_SINCE: date}}
+        (folder / "config.json").write_text(json.dumps(facts))
+    assert module.refreshed_until(run) == 2.0
+    assert call("refresh", recipe, "--undo")[0] == 0
+    assert module.refreshed_until(run) == 1.0

@@ -6,9 +6,11 @@ of a folder would find several drafters there."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -52,15 +54,19 @@ class Trained:
     joint: JointTarget | None = None
 
 
-def export(recipe: Recipe, trained: Trained) -> Path:
+def export(
+    recipe: Recipe, trained: Trained, facts: Mapping[str, Any] = MappingProxyType({})
+) -> Path:
     """Writes every format in the target checkpoint's dtype unless the recipe names one, and the
-    target if it was trained jointly; returns the folder of the first format."""
+    target if it was trained jointly; returns the folder of the first format. `facts`: of the
+    training, for its provenance in config.json."""
     drafter = trained.drafter
     state = trained.state
     out = Path(recipe.output_dir)
     dtype = _dtype(recipe.export.dtype, drafter.target)
     step = state.best_step or state.step
     provenance = _provenance(recipe, step, trained.tokenizer, out, drafter.target.config)
+    provenance |= facts
     if trained.joint is not None:
         written = list(chain.from_iterable(trained.held_out.values()))
         texts = [(response.prompt_ids, response.output_ids) for response in written]

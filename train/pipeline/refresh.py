@@ -30,7 +30,7 @@ from draftsmith.inference.progress import Stages
 from draftsmith.inference.traffic_log.reader import read_log
 from draftsmith.inference.whole_file import write_whole
 from draftsmith.speculators.errors import ConfigError, DataError
-from draftsmith.speculators.export import load_drafter, read_drafter_config
+from draftsmith.speculators.export import load_drafter, read_drafter_config, read_fields
 from draftsmith.speculators.precision import free_memory
 from draftsmith.train.data.bad_rows import BadRows
 from draftsmith.train.data.packing import PackedRow, fit_rows, pack
@@ -83,6 +83,9 @@ WORK = "refresh"  # the folder of a refresh that is under way
 SLICE = "slice.json"
 ACCEPTED = "accepted.json"  # what SLICE is called once its head is to be exported
 REPORT = "refresh.json"  # in the run's folder, of the newest refresh
+# In the provenance of a refreshed head, which it takes along: the time of the first text that
+# neither taught it nor chose its checkpoint.
+JUDGED_SINCE = "judged_since"
 
 JUDGE_TEXTS = 256  # of the newest part, at most
 CHOICE_TEXTS = 48
@@ -123,7 +126,6 @@ def undo(recipe: Recipe) -> bool:
         swap_back(run)
         for weights in run.glob(f"{EXPORT}*/*.safetensors"):
             os.utime(weights)  # it serves from now on
-        _toggle_undone(run / REPORT)
         return True
 
 
@@ -140,23 +142,11 @@ def _was_accepted(run: Path) -> bool:
     return True
 
 
-def _toggle_undone(report: Path) -> None:
-    """Says in refresh.json that the head before serves again, or that of the refresh."""
-    if report.exists():
-        tree = json.loads(report.read_text(encoding="utf-8"))
-        write_json(report, tree | {"undone": not tree.get("undone", False)})
-
-
 def refreshed_until(run: Path) -> float | None:
     """The time of the newest text that the running head has learned from in a refresh, and was
-    chosen by; None if it was not refreshed, or if that was undone."""
-    report = run / REPORT
-    if not report.exists():
-        return None
-    tree = json.loads(report.read_text(encoding="utf-8"))
-    if not tree["exported"] or tree.get("undone", False):
-        return None
-    return tree["slice"]["judged_since"]
+    chosen by; None if it was not refreshed."""
+    facts = read_fields(run / EXPORT).get("draftsmith") or {}
+    return facts.get(JUDGED_SINCE)
 
 
 def refresh(recipe: Recipe, settings: RefreshSettings, stages: Stages | None = None) -> int:
@@ -230,7 +220,7 @@ class _Refresh:
         trained = train(derived, self.accelerator, self.stages, prepare=prepare)
         steps = trained.state.best_step or trained.state.step
         with self.stages.stage("export the new head"):
-            export(derived, trained)
+            export(derived, trained, {JUDGED_SINCE: part.judge[0].time})
         del trained
         free_memory()
         newest, old = self._judge(list(evenly(part.judge, JUDGE_TEXTS)))
@@ -353,7 +343,7 @@ class _Refresh:
             "settings": asdict(self.settings),
             "slice": {
                 "since": part.texts[0].time,
-                "judged_since": part.judge[0].time,
+                JUDGED_SINCE: part.judge[0].time,
                 "until": part.texts[-1].time,
                 "read": part.read,
                 "left_out": part.left_out,
