@@ -294,8 +294,9 @@ TABLE_HEADS_OF_VLLM = ("eagle3", "peagle", "draft_model")  # that its build for 
 TABLE_METHODS = ("ngram", "suffix")
 TABLE_PROMPTS = {"quickstart": "own kind", "mt_bench": "MT-Bench", "humaneval": "HumanEval"}
 TABLE_MINUTES = 20  # of one core's time, for every head
-# Acceptance first, then the speeds: ours side by side, in CPU time; vLLM's by the wall's clock,
-# for which the machine has to be its own.
+# Acceptance first, in float32, in which both engines write the same text. Then the speeds, in the
+# target's own precision where the machine has it: ours side by side, in CPU time; vLLM's by the
+# wall's clock, for which the machine has to be its own.
 SUITES = f"""for head in {" ".join(TABLE_HEADS)}; do
   OMP_NUM_THREADS=1 python scripts/minutes.py train \\
     recipes/smollm2-135m-instruct/$head.yaml training.max_minutes={TABLE_MINUTES} \\
@@ -319,11 +320,11 @@ for name in {" ".join(TABLE_PROMPTS)}; do
   for head in {" ".join(TABLE_HEADS)}; do
     head_of="--drafter runs/smollm2-135m-instruct/$head/export"
     case $head in {"|".join(TABLE_HEADS_OF_VLLM)}) vllm="--engine vllm" ;; *) vllm="" ;; esac
-    on $name/$head ${{!name}} $head_of --repeats 0 --engine draftsmith $vllm
+    on $name/$head ${{!name}} $head_of --repeats 0 --dtype float32 --engine draftsmith $vllm
     test -z "$vllm" || on $name/$head/vllm ${{!name}} $head_of --repeats 1 $vllm
   done
   for method in {" ".join(TABLE_METHODS)}; do
-    on $name/$method ${{!name}} --method $method --repeats 0
+    on $name/$method ${{!name}} --method $method --repeats 0 --dtype float32
   done
 done
 for suite in mt_bench humaneval; do

@@ -1,5 +1,5 @@
 """The picture of scripts/minutes.py and of its peer: τ against the minutes and against the tokens
-of a training, a line a variant; docs/results.md shows it."""
+of a training, a line for each variant of several budgets; docs/results.md shows it."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ from scripts.minutes import from_disk
 JUDGES = {"chat": "its own kind of prompts", "mt_bench": "MT-Bench"}
 AXES = {"minutes": "minutes of one core", "tokens": "supervised tokens seen"}
 MARKERS = "os^Dv<>P*X"
+GREY = "#9a9a9a"
+ALONE = "other variants, after one budget each"
 
 Line = dict[str, list[tuple[float, float]]]  # (x, τ) by label, in order of x
 
@@ -79,8 +81,12 @@ def picture(results: Mapping[str, Any], peers: Mapping[str, Any]) -> Figure:
 
 
 def draw(axes: Axes, points: Line) -> None:
-    """A panel: a line a label."""
-    for index, (label, along) in enumerate(points.items()):
+    """A panel: a line for each label of several points, and the labels of one point as a cloud."""
+    alone = [along[0] for along in points.values() if len(along) == 1]
+    if alone:
+        axes.scatter(*zip(*alone, strict=True), s=14, color=GREY, label=ALONE)
+    drawn = {label: along for label, along in points.items() if len(along) > 1}
+    for index, (label, along) in enumerate(drawn.items()):
         xs, ys = zip(*along, strict=True)
         color = PALETTE[index % len(PALETTE)]
         marker = MARKERS[index // len(PALETTE) % len(MARKERS)]

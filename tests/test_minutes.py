@@ -89,4 +89,7 @@ def test_a_line_of_the_picture_goes_through_the_means_of_the_budgets_of_one_mach
         "eagle3, default, states computed": [(200.0, 1.6), (400.0, 2.0)],
         "speculators": [(90.0, 1.25)],
     }
-    assert minutes_picture.picture(results, peers).get_label()
+    figure = minutes_picture.picture(results, peers)
+    assert figure.get_label()
+    _, named = figure.axes[0].get_legend_handles_labels()
+    assert named == [minutes_picture.ALONE, "eagle3, default, states computed"]
