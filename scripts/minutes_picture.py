@@ -84,7 +84,8 @@ def draw(axes: Axes, points: Line) -> None:
     """A panel: a line for each label of several points, and the labels of one point as a cloud."""
     alone = [along[0] for along in points.values() if len(along) == 1]
     if alone:
-        axes.scatter(*zip(*alone, strict=True), s=14, color=GREY, label=ALONE)
+        xs, ys = zip(*alone, strict=True)
+        axes.scatter(xs, ys, s=14, color=GREY, label=ALONE)
     drawn = {label: along for label, along in points.items() if len(along) > 1}
     for index, (label, along) in enumerate(drawn.items()):
         xs, ys = zip(*along, strict=True)
