@@ -23,6 +23,8 @@ _SPEAKERS = {
 }
 _ROLES = {name: role for role, names in _SPEAKERS.items() for name in names}
 REASONING_FIELDS = ("reasoning_content", "reasoning")
+ESCAPED = 0xDC00  # what "surrogateescape" adds to a byte that is not UTF-8
+QUOTED = 20  # characters before text that is no Unicode
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,7 @@ def _example(row: Mapping[str, Any], origin: str, workload: str) -> Example:
     if kind is None:
         raise ValueError(
             f"the row has no messages, conversations or prompt, but {_quote(list(row))}"
-            " (data.*.columns gives columns other names)"
+            "; give the columns these names, or name them as `columns` of the source in a recipe"
         )
     if kind == "prompt":
         prompt, completion = (_text(row.get(key, ""), key) for key in ("prompt", "completion"))
@@ -199,11 +201,30 @@ def _clean(value: Any) -> Any:
     """`value` without null entries; ValueError: text that is no Unicode."""
     if isinstance(value, str):
         if not value.isascii():
-            value.encode("utf-8")
+            _require_unicode(value)
         return value
     if isinstance(value, Mapping):
         return {_clean(str(k)): _clean(v) for k, v in value.items() if v is not None}
     return [_clean(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _require_unicode(text: str) -> None:
+    """ValueError if UTF-8 has no bytes for the text: it was read from a file in another encoding,
+    whose bytes are escaped in it, or it has half a surrogate pair."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        found = ord(text[error.start])
+        place = f"behind {_quote(text[max(error.start - QUOTED, 0) : error.start])}"
+        if found - ESCAPED in range(0x80, 0x100):
+            raise ValueError(
+                f"text that is not UTF-8: the byte {found - ESCAPED:#x} {place}; save the file as"
+                " UTF-8"
+            ) from None
+        raise ValueError(
+            f"text that is no Unicode: half a surrogate pair, \\u{found:x}, {place}; write the"
+            " whole character, or leave it out"
+        ) from None
 
 
 def thought_of(message: Message) -> str | None:

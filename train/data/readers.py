@@ -38,7 +38,11 @@ def rows_of(source: Source) -> Iterator[PlacedRow]:
         return
     path = Path(source.path)
     if not path.exists():
-        raise DataError("no such file or directory; name: reads the hub", where=f"{path}")
+        raise DataError(
+            "no such file or directory; a data set of the Hub is a source of a recipe, with `name`"
+            " in place of `path`",
+            where=f"{path}",
+        )
     for part in (source.split or "train").split("+"):
         split = part.partition("[")[0]
         files = _files(path, split)
@@ -56,20 +60,39 @@ def kind_of(path: Path) -> str | None:
 
 
 def _files(path: Path, split: str) -> list[Path]:
-    """The files of a split; file and folder names tell splits as in the `datasets` library."""
+    """The files of a split. DataError: there are none; it says what is there."""
+    splits = _splits(path)
+    if split in splits:
+        return splits[split]
+    if splits:
+        raise DataError(
+            f"nothing is of the split {split!r}, but of {', '.join(sorted(splits))}; give one of"
+            " these as `split` of the source in a recipe, or a file by its own path",
+            where=f"{path}",
+        )
+    raise DataError(
+        f"{'no file' if path.is_file() else 'a folder without a file'} of {KINDS}; save the"
+        " conversations as one of these, compressed or not",
+        where=f"{path}",
+    )
+
+
+def _splits(path: Path) -> dict[str, list[Path]]:
+    """The files that are read here, by the split that file and folder names tell as in the
+    `datasets` library; a file by its own path is of the split train."""
     from datasets.data_files import DataFilesDict, get_data_patterns
 
-    files: list[Path] = []
     if path.is_file():
-        files = [path] if split == "train" else []
-    elif any(kind_of(file) for file in path.rglob("*")):
-        splits = DataFilesDict.from_patterns(get_data_patterns(str(path)), base_path=str(path))
-        names = {str(name): list(map(Path, paths)) for name, paths in splits.items()}
-        files = [path / file.relative_to(path.resolve()) for file in names.get(split, ())]
-    files = sorted(file for file in files if kind_of(file))
-    if not files:
-        raise DataError(f"no file of {KINDS} is of the split {split!r}", where=f"{path}")
-    return files
+        return {"train": [path]} if kind_of(path) else {}
+    if not any(kind_of(file) for file in path.rglob("*")):
+        return {}
+    splits = {}
+    found = DataFilesDict.from_patterns(get_data_patterns(str(path)), base_path=str(path))
+    for name, paths in found.items():
+        files = [path / Path(file).relative_to(path.resolve()) for file in paths]
+        if files := sorted(file for file in files if kind_of(file)):
+            splits[str(name)] = files
+    return splits
 
 
 def _file_rows(path: Path) -> Iterator[PlacedRow]:

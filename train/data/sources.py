@@ -24,14 +24,18 @@ def load_sources(sources: Sequence[Source], *, bad: BadRows | None = None) -> li
 def read_sources(sources: Sequence[Source], *, bad: BadRows | None = None) -> list[list[Example]]:
     """The examples of each source, at most its `limit`. DataError for a source without any, and for
     more bad rows than `bad` takes."""
-    lists = []
-    for source in sources:
-        lists.append(list(islice(load_source(source, bad=bad), source.limit)))
-        if not lists[-1]:
-            raise DataError(f"the source holds no examples. {bad or ''}", where=source.label)
+    lists = [read_source(source, bad=bad) for source in sources]
     if bad is not None:
         bad.check_share()
     return lists
+
+
+def read_source(source: Source, *, bad: BadRows | None = None) -> list[Example]:
+    """The examples of a source, at most its `limit`. DataError if there are none."""
+    examples = list(islice(load_source(source, bad=bad), source.limit))
+    if not examples:
+        raise DataError(f"the source holds no examples. {bad or ''}".rstrip(), where=source.label)
+    return examples
 
 
 def load_source(source: Source, *, bad: BadRows | None = None) -> Iterator[Example]:

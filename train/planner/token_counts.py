@@ -14,7 +14,7 @@ from draftsmith.train.data.bad_rows import BadRow, BadRows
 from draftsmith.train.data.examples import Example
 from draftsmith.train.data.loss_mask import ConversationTokenizer
 from draftsmith.train.data.prepare import run_tokenizer
-from draftsmith.train.data.sources import load_source
+from draftsmith.train.data.sources import read_source
 from draftsmith.train.recipe.data_sections import Source
 from draftsmith.train.recipe.recipe import Recipe
 
@@ -35,7 +35,8 @@ class TokenCount:
 
 
 def count_tokens(recipe: Recipe, examples: int | None = None) -> list[TokenCount]:
-    """The counts of `data.train`. `examples`: of each source that cannot be read."""
+    """The counts of `data.train`. `examples`: of each source that cannot be read. DataError for a
+    source without any."""
     conversations = None
     try:
         tokenizer = recipe.target.load_tokenizer()
@@ -51,7 +52,7 @@ def count_tokens(recipe: Recipe, examples: int | None = None) -> list[TokenCount
             note = "a dataset of the Hub, not read"
             counts.append(_assumed(recipe, source, number, note))
             continue
-        rows = list(load_source(source, bad=BadRows()))[: source.limit]
+        rows = read_source(source, bad=BadRows())
         number = round(source.weight * len(rows))
         if conversations is None:
             note = "the target's tokenizer is not on this machine"
@@ -59,7 +60,7 @@ def count_tokens(recipe: Recipe, examples: int | None = None) -> list[TokenCount
             continue
         sample = rows[:: max(len(rows) // SAMPLE, 1)][:SAMPLE]
         lengths = [expected_tokens(recipe, conversations, example) for example in sample]
-        scale = number / max(len(sample), 1)
+        scale = number / len(sample)
         tokens = round(scale * sum(length for length, _ in lengths))
         supervised = round(scale * sum(count for _, count in lengths))
         counts.append(TokenCount(source.label, number, tokens, supervised))

@@ -238,7 +238,7 @@ def test_a_file_that_breaks_off_is_refused_as_nobody_knows_what_is_lost(tmp_path
 @pytest.mark.parametrize(
     "row, what",
     [
-        (b"caf\xe9,good", "surrogates not allowed"),
+        (b"caf\xe9,good", "not UTF-8: the byte 0xe9 behind 'caf'; save the file as UTF-8"),
         (b'"a" b,good', "not CSV"),
     ],
     ids=["not UTF-8", "text behind a quote"],

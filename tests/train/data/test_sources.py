@@ -4,6 +4,7 @@ used."""
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import datasets
@@ -157,10 +158,27 @@ def test_directories_hold_shards_of_splits(tmp_path):
     assert first_texts(path=path) == ["a", "b"]
     assert first_texts(path=path, split="test+train[1:]") == ["c", "b"]
     assert load_sources([Source(path=path)])[0].origin == f"{path}/train-0.jsonl:1"
+    with raises_at(DataError, path):
+        first_texts(path=path, split="dev")
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("set", "'train', but of test, validation; give"),
+        ("empty", "a folder without a file of .jsonl"),
+        ("notes.txt", "no file of .jsonl"),
+        ("nowhere", "no such file or directory"),
+    ],
+)
+def test_a_path_without_rows_is_refused_with_what_is_there(name, what, tmp_path):
+    for split in ("test", "dev"):  # which is another name of validation
+        jsonl(tmp_path / "set" / f"{split}.jsonl", chat("a", "x"))
+    (tmp_path / "set" / "README.md").write_text("about")
     (tmp_path / "empty").mkdir()
-    for name in ("set", "empty", "nowhere"):
-        with raises_at(DataError, tmp_path / name):
-            first_texts(path=str(tmp_path / name), split="dev")
+    (tmp_path / "notes.txt").write_text("notes")
+    with pytest.raises(DataError, match=re.escape(f"{tmp_path / name}: ") + f".*{what}"):
+        first_texts(path=str(tmp_path / name))
 
 
 def test_slices_count_the_rows_of_a_file(tmp_path):

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch.utils.flop_counter import FlopCounterMode
 
+from draftsmith.speculators.errors import DataError
 from draftsmith.speculators.registry import family_class
 from draftsmith.speculators.target.frozen_target import FrozenTarget
 from draftsmith.speculators.target.target_head import TargetHead
@@ -31,6 +32,7 @@ from draftsmith.train.recipe.recipe import make_recipe, yaml_text
 from draftsmith.train.trainer import checkpoint
 from draftsmith.train.trainer.optimizers import make_optimizers
 from tests.support.cli import call, refused
+from tests.support.errors import raises_at
 from tests.support.quickstart_data import source as quickstart
 from tests.support.real_recipes import RECIPES, local_recipe
 from tests.support.targets import save_target
@@ -294,6 +296,15 @@ def test_count_tokens_of_a_long_conversation_takes_an_earlier_turn(folder, tmp_p
     long = counted(*turn * 3)
     assert long.tokens == 256 and 0 < long.supervised <= 64
     assert counted({**turn[0], "content": "why " * 900}).tokens == 0
+
+
+@pytest.mark.parametrize("rows", ["", "{\n[]\n"], ids=["empty", "bad"])
+def test_count_tokens_of_a_source_without_examples_is_refused(rows, folder, tmp_path):
+    """As by the training."""
+    path = tmp_path / "chats.jsonl"
+    path.write_text(rows)
+    with raises_at(DataError, path):
+        count_tokens(make_recipe(tree(folder) | {"data": {"train": [{"path": str(path)}]}}))
 
 
 def test_count_tokens_of_all_turns_cuts_each_response_at_the_longest_that_is_written(
