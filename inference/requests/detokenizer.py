@@ -12,6 +12,7 @@ from draftsmith.inference.sampling_params import SamplingParams
 
 # prompt tokens kept as left context: a first token decodes as it does after them (leading spaces)
 CONTEXT = 6
+PARTS = 3  # tokens of a character before its last one, at most: it has up to four bytes
 REPLACEMENT = "\ufffd"  # what decoders write for bytes that are not (yet) a character
 
 
@@ -31,7 +32,7 @@ class Detokenizer:
         self._sent = 0
         self._stopped = False
         # the ids decoded together: those from `_read` on are new, those before only give context
-        self._ids: list[int] = list(prompt_token_ids[-CONTEXT:])
+        self._ids = self._context(prompt_token_ids)
         self._read = len(self._ids)
         self._known = len(self._decode(self._ids))  # characters of the context
         self._base = ""  # text up to `_read`
@@ -86,6 +87,16 @@ class Detokenizer:
             self._ids = self._ids[self._read :]
             self._read = len(self._ids)
             self._known = len(self._decode(self._ids))
+
+    def _context(self, prompt: Sequence[int]) -> list[int]:
+        """The last tokens of the prompt, from the beginning of a character on: byte fallback
+        decodes no byte of a run that begins within one. Where the prompt itself ends within a
+        character, no beginning is found, and they are CONTEXT."""
+        for most in range(CONTEXT, CONTEXT + PARTS + 1):
+            context = list(prompt[-most:])
+            if REPLACEMENT not in self._decode(context):
+                return context
+        return list(prompt[-CONTEXT:])
 
     def _decode(self, token_ids: list[int]) -> str:
         return self._tokenizer.decode(

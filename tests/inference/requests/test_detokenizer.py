@@ -9,6 +9,7 @@ import pytest
 
 from draftsmith.inference.requests.detokenizer import Detokenizer
 from draftsmith.inference.sampling_params import SamplingParams
+from tests.support.tokenizers import byte_level, sentencepiece
 
 TEXT = "naïve 🦜 “quoted” text, 日本語 END of it"
 
@@ -50,6 +51,21 @@ def test_text_does_not_depend_on_blocks(byte_tokenizer):
     for blocks in splits(ids, 0):
         kept, stop, text, pieces = pushed(byte_tokenizer, [5, 6], blocks, SamplingParams())
         assert (kept, stop, text) == (len(ids), None, TEXT) and "".join(pieces) == TEXT
+        assert not any("\ufffd" in piece for piece in pieces)
+
+
+@pytest.mark.parametrize(
+    "prompt", ["", "a", "é", "a日", "aé😀", "a😀😀", "日😀", "日😀日", "😀😀😀😀"]
+)
+@pytest.mark.parametrize("make", [sentencepiece, byte_level])
+def test_text_does_not_depend_on_where_characters_of_the_prompt_begin(make, prompt):
+    """Characters that are several tokens, of a byte each."""
+    tokenizer = make()
+    prompt_ids, ids = (tokenizer(text).input_ids for text in (prompt, f"{prompt}😁日 a"))
+    assert ids[: len(prompt_ids)] == prompt_ids
+    for blocks in splits(ids[len(prompt_ids) :], 4):
+        pieces = pushed(tokenizer, prompt_ids, blocks, SamplingParams())[3]
+        assert "".join(pieces) == "😁日 a"
         assert not any("\ufffd" in piece for piece in pieces)
 
 
