@@ -37,7 +37,7 @@ STAMP = "%Y%m%dT%H%M%SZ"
 
 class LogWriter:
     """The files of one writer; the folder may have several. One thread may write, and others may
-    ask `wants`. ConfigError if the folder cannot be had."""
+    ask `wants`. ConfigError if the folder cannot be had, or not be written."""
 
     def __init__(self, folder: Path, options: LogOptions) -> None:
         self.folder = folder
@@ -50,6 +50,8 @@ class LogWriter:
         self._bytes = 0  # of the log, at least
         try:
             folder.mkdir(mode=PRIVATE_FOLDER, parents=True, exist_ok=True)
+            if not os.access(folder, os.W_OK | os.X_OK):
+                raise PermissionError(errno.EACCES, "no new files are allowed in it")
             self.remove_old()
         except OSError as error:
             reason = error.strerror or f"{error}"

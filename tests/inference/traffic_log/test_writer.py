@@ -16,6 +16,7 @@ from draftsmith.inference.traffic_log.records import LoggedCounters, LoggedExcha
 from draftsmith.inference.traffic_log.writer import DAY_S, LogWriter
 from draftsmith.speculators.errors import ConfigError
 from tests.support.disks import full_disk
+from tests.support.errors import raises_at
 from tests.support.forked import PythonProcess
 
 NOW = 1_800_000_000.0  # the beginning of an hour
@@ -160,6 +161,20 @@ def test_folder_that_is_a_file_is_refused(tmp_path):
     with pytest.raises(ConfigError) as error:
         writer(tmp_path / "file")
     assert error.value.where == f"{tmp_path / 'file'}"
+
+
+@pytest.mark.parametrize("mode", [0o500, 0o600])
+def test_folder_that_may_not_be_written_is_refused(tmp_path, monkeypatch, mode):
+    """By its owner, who is not root here: root may write all."""
+
+    def access(path: Path, asked: int) -> bool:
+        return path.stat().st_mode >> 6 & asked == asked
+
+    monkeypatch.setattr("draftsmith.inference.traffic_log.writer.os.access", access)
+    writer(tmp_path)
+    tmp_path.chmod(mode)
+    with raises_at(ConfigError, f"{tmp_path}"):
+        writer(tmp_path)
 
 
 @pytest.mark.integration
