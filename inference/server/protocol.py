@@ -25,7 +25,16 @@ from draftsmith.inference.server.serve_options import ServerOptions, SpecDecodeD
 from draftsmith.speculators.errors import ConfigError
 
 # change no answer
-IGNORED = ("user", "metadata", "store", "service_tier", "parallel_tool_calls")
+IGNORED = (
+    "user",
+    "safety_identifier",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "metadata",
+    "store",
+    "service_tier",
+    "parallel_tool_calls",
+)
 FIXED: dict[str, Any] = {  # accepted at this value, or null, only; SamplingParams has others
     "echo": False,
     "continue_final_message": False,

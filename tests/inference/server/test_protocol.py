@@ -40,13 +40,21 @@ MOST = [  # field, the most that it may hold, and one more
 ]
 
 
+def read(**fields: object) -> CompletionRequest:
+    body = json.dumps({"prompt": "x", **fields}).encode()
+    return CompletionRequest.read(body, ServerOptions(served_model_name=("tiny",)))[0]
+
+
+@pytest.mark.parametrize(
+    "field", ["user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"]
+)
+def test_read_takes_names_of_openai_that_change_no_answer(field):
+    assert read(**{field: "jane"}).prompt == ["x"]
+
+
 @pytest.mark.parametrize("field, most, more", MOST, ids=[field for field, *_ in MOST])
 def test_read_takes_what_a_request_may_hold_and_no_more(field, most, more):
-    def read(value: object) -> CompletionRequest:
-        body = json.dumps({"prompt": "x", field: value}).encode()
-        return CompletionRequest.read(body, ServerOptions(served_model_name=("tiny",)))[0]
-
-    assert read(most).prompt == ["x"]
+    assert read(**{field: most}).prompt == ["x"]
     with pytest.raises(APIError) as error:
-        read(more)
+        read(**{field: more})
     assert (error.value.status_code, error.value.param) == (400, field)
