@@ -24,6 +24,7 @@ MIN_TEMPERATURE = 0.01
 # Beyond them half precision has no numbers, and a logit would be none.
 MOST_BIAS = 10_000
 MOST_PENALTY = 1000
+MOST_TEMPERATURE = 1e20  # divided by more, the logit of a forbidden token is none of one any more
 
 # Options of vLLM that this runtime has no use for -> the values that mean what is done here anyway;
 # None: any value.
@@ -137,7 +138,7 @@ class SamplingParams:
     """
 
     n: Annotated[int, Field(ge=1)] = 1
-    temperature: Annotated[float, Field(ge=0)] = 1.0
+    temperature: Annotated[float, Field(ge=0, le=MOST_TEMPERATURE)] = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     top_k: Annotated[int, Field(ge=-1)] = 0
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0

@@ -252,6 +252,8 @@ def _rope_fields(fields: Mapping[str, Any]) -> Any:
         return rope
     rope = dict(rope)
     rope.setdefault("rope_type", rope.pop("type", "default"))
+    if rope["rope_type"] == "mrope":  # of text all of its dimensions are the same
+        rope["rope_type"] = "default"
     rope.setdefault("rope_theta", fields.get("rope_theta", 10000.0))
     if fields.get("partial_rotary_factor") is not None:
         rope.setdefault("partial_rotary_factor", fields["partial_rotary_factor"])

@@ -1,12 +1,14 @@
-"""Hub repository ids, revisions and cache folders.
+"""Names of folders and of repositories on the Hub, their revisions and cache folders.
 
 The contents of a repository do not belong here.
 """
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
+from typing import Any
 
 from draftsmith.speculators.errors import ConfigError
 
@@ -17,6 +19,18 @@ _WITH_REVISION = re.compile(rf"^(?P<repository>{_PART}(?:/{_PART})?)@(?P<revisio
 _CACHED = re.compile(
     r"(?:^|[\\/])models--(?P<owner>[^\\/]+?)--(?P<name>[^\\/]+)[\\/]snapshots[\\/]"
 )
+
+
+def expanded(value: Any) -> Any:
+    """`value`, plain data or a path, with the home folder in place of `~/` at the beginning of its
+    texts."""
+    if isinstance(value, str):
+        return os.path.expanduser(value) if value.startswith("~/") else value
+    if isinstance(value, Path):
+        return Path(expanded(str(value)))
+    if isinstance(value, dict):
+        return {key: expanded(part) for key, part in value.items()}
+    return [expanded(part) for part in value] if isinstance(value, list) else value
 
 
 def split_revision(path_or_id: str, revision: str | None = None) -> tuple[str, str | None]:

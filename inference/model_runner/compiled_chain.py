@@ -56,7 +56,8 @@ def compiled_chain(
     """None for a drafter that has no such step: one that drafts all depths at once, or in another
     tokenizer's tokens."""
     reads_tokens = isinstance(drafter, DraftModel) and drafter.token_map is None
-    if not (reads_tokens or isinstance(drafter, ChainDrafter)):
+    one_by_one = isinstance(drafter, ChainDrafter) and drafter.traits.reads_drafts
+    if not (reads_tokens or one_by_one):
         return None
     return CompiledChain(drafter, cache, depth, options, reads_tokens=reads_tokens)
 

@@ -290,7 +290,10 @@ class DynamicGrowth(TreeGrowth[DynamicTree]):
             0 if shape is None or depth >= shape.depth else shape.draws(depth)
             for shape in self._shapes
         ]
-        best = chances.flatten(1).topk(min(max(draws), w * m), dim=1).indices  # [b, most]
+        # Of equal chances the earlier sibling comes first: a child is judged as the draw behind all
+        # of its earlier siblings. Where q of a token rounds to 1, those behind it tie at 0.
+        ordered = chances.flatten(1).sort(dim=1, descending=True, stable=True).indices
+        best = ordered[:, : max(draws)]  # [b, most]
         dealt = on_device(draws, q.device)[:, None]  # [b, 1]
         drawn = torch.zeros(len(q), w * m, dtype=torch.bool, device=q.device)
         drawn.scatter_(1, best, torch.arange(best.shape[1], device=q.device) < dealt)

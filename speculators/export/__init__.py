@@ -22,6 +22,7 @@ from safetensors import SafetensorError
 from draftsmith.speculators.config import DrafterConfig
 from draftsmith.speculators.drafter import Drafter
 from draftsmith.speculators.errors import CheckpointError, ConfigError
+from draftsmith.speculators.export.field_kinds import check_kinds
 from draftsmith.speculators.export.formats import NATIVE, layout_for, layout_of
 from draftsmith.speculators.export.headers import Header, pickled_files, read_headers
 from draftsmith.speculators.export.layouts.base import FolderContents
@@ -255,6 +256,7 @@ def read_fields(path_or_id: str | Path) -> dict[str, Any]:
         raise CheckpointError(f"not JSON: {error}", where=f"{folder}/config.json") from error
     if not isinstance(fields, dict):
         raise CheckpointError("expected a JSON object", where=f"{folder}/config.json")
+    check_kinds(fields, f"{folder}/config.json")
     return fields
 
 

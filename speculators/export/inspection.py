@@ -18,6 +18,7 @@ from torch import Tensor
 from draftsmith.speculators.config import DecoderConfig, DrafterConfig, rope_of, with_factors_for
 from draftsmith.speculators.errors import CheckpointError, DraftsmithError
 from draftsmith.speculators.export import other_target, resolve
+from draftsmith.speculators.export.field_kinds import check_kinds
 from draftsmith.speculators.export.formats import format_of, layout_of
 from draftsmith.speculators.export.headers import Header, pickled_files, read_headers
 from draftsmith.speculators.export.layouts import base
@@ -127,9 +128,12 @@ def _read_files(result: Inspection) -> None:
         fields = json.loads((folder / CONFIG).read_text())
         if not isinstance(fields, dict):
             raise ValueError("expected an object of fields")
+        check_kinds(fields, CONFIG)
         result.fields = fields
     except OSError:
         result.add(CONFIG, "there is no config.json; add the drafter's", base.REFUSES)
+    except CheckpointError as error:
+        result.add(CONFIG, str(error).removeprefix(f"{CONFIG}: "), base.REFUSES)
     except ValueError as error:
         result.add(CONFIG, f"not JSON: {error}; mend it, or copy it anew", base.REFUSES)
     pickles = pickled_files(folder)

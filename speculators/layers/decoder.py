@@ -237,7 +237,7 @@ class RotaryTable(ExactBuffers):
 
     def __init__(self, config: DecoderConfig, rotary_emb: nn.Module | None = None) -> None:
         super().__init__()
-        self.rotary_emb = rotary_emb or LlamaRotaryEmbedding(config=_llama_config(config))
+        self.rotary_emb = rotary_emb or _llama_rotary(config)
         self._table: Tensor | None = None  # [positions, 2 d], made when drafting begins
 
     def forward(self, like: Tensor, position_ids: Tensor) -> Rotary:
@@ -279,6 +279,18 @@ def _rotated(x: Tensor, rotary: Rotary) -> Tensor:
     first, second = x.chunk(2, dim=-1)
     turned = torch.cat((-second, first), dim=-1)
     return torch.addcmul(x * cos, turned, sin)
+
+
+def _llama_rotary(config: DecoderConfig) -> LlamaRotaryEmbedding:
+    """ConfigError for a rotation that transformers does not know, or that lacks a field."""
+    try:
+        return LlamaRotaryEmbedding(config=_llama_config(config))
+    except (KeyError, TypeError) as error:
+        raise ConfigError(
+            f"transformers has no rotation of the parameters {dict(config.rope_parameters)}:"
+            f" {error}; write those that the drafter was trained with",
+            where="rope_parameters",
+        ) from error
 
 
 def _llama_config(config: DecoderConfig) -> LlamaConfig:

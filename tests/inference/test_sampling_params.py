@@ -32,6 +32,7 @@ def test_one_stop_string_is_a_list_of_one():
         {"n": 0},
         {"num_speculative_tokens": True},
         {"temperature": float("inf")},
+        {"temperature": 1e21},
         {"top_p": 1.01},
         {"top_k": 1.5},
         {"seed": "7"},

@@ -6,7 +6,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from draftsmith.inference.requests.request import Request
+from draftsmith.inference.sampling.sampler import make_generator
+from draftsmith.inference.sampling_params import SamplingParams
 from draftsmith.inference.spec_decode.proposal import Proposal
+from draftsmith.inference.spec_decode.tree_drafting import DynamicGrowth
 from draftsmith.inference.spec_decode.tree_shape import DynamicTree
 from draftsmith.inference.spec_decode.verification.rejection_sampler import rule_for
 from draftsmith.speculators.errors import ConfigError
@@ -56,6 +60,25 @@ def test_traversal_is_lossless_for_every_tree_that_grows(budget, seed):
     trees = grown(DynamicTree(2, 2, budget), q)
     assert len({parents for _, parents in trees}) > 1
     assert enumerate_grown(trees, p, q) <= LOSSLESS
+
+
+@pytest.mark.parametrize("temperature", [0.3, 1.0])
+def test_a_drafter_that_is_sure_of_a_token_draws_the_others_in_order(temperature):
+    """In float32 its q is 1, and the chances of all children but the first are 0."""
+    logits = torch.tensor([30.0, 10, 5, 4, 3, 2, 1, 0]) * temperature
+    params = SamplingParams(temperature=temperature)
+    generators = [make_generator(seed) for seed in range(64)]
+    requests = [
+        Request(str(row), 0, [1], params, generator=generator, max_model_len=64)
+        for row, generator in enumerate(generators)
+    ]
+    growth = DynamicGrowth(DynamicTree(8, 1, 2), requests, [2] * len(requests), None, len(logits))
+    growth(logits.expand(len(requests), 1, -1))
+    proposal = growth.proposal()
+    assert proposal.q[:, 0].amax(-1).unique().tolist() == [1.0]
+    assert proposal.token_ids[:, 0].unique().tolist() == [0]
+    second = proposal.token_ids[:, 1]  # by what is left of q: of the 2nd token nearly all
+    assert (second == 1).double().mean() > 0.9
 
 
 @pytest.mark.parametrize("shape", ["chain", "wide", "uneven"])

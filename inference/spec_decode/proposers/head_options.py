@@ -65,6 +65,11 @@ class HeadOptions(MethodOptions):
 
     @override
     @property
+    def samples(self) -> bool:
+        return self.draft_sample_method == "probabilistic"
+
+    @override
+    @property
     def default_tokens(self) -> int | None:
         # what the drafter's folder says is filled in before (speculative_config.py)
         return self.tree.budget if isinstance(self.tree, StaticTree) else None

@@ -82,6 +82,9 @@ class MedusaLayout(Layout):
             fields[name] = fields.get(name) or fields.get(f"medusa_num_{published}")
         sizes = ("num_heads", "num_hidden_layers", "hidden_size", "vocab_size")
         replace(contents, fields=fields).require(*sizes)
+        # Published heads have no such field; where it is there, lost tensors are noticed.
+        biased = bool(fields.get("medusa_fc_bias"))
+        biased = biased or any(name.endswith(".bias") for name in contents.names)
         return build_config(
             contents.where,
             "medusa",
@@ -92,7 +95,7 @@ class MedusaLayout(Layout):
             num_target_layers=contents.target_layers(),
             num_heads=fields["num_heads"],
             num_layers=fields["num_hidden_layers"],
-            fc_bias=any(name.endswith(".bias") for name in contents.names),
+            fc_bias=biased,
             shared_lm_head=bool(fields.get("original_lm_head", False)),
             dtype=contents.dtype,
         )

@@ -21,7 +21,7 @@ from draftsmith.inference.model_runner.compile_options import CompileOptions, re
 from draftsmith.inference.model_runner.compiled_step import CachedStep
 from draftsmith.inference.model_runner.static_shapes import Shape, all_shapes, shape_for
 from draftsmith.speculators.errors import ConfigError
-from tests.support.cases import Case, make
+from tests.support.cases import MASK, Case, make
 from tests.support.drafters import StubProposer
 from tests.support.engines import drafting_llm, ids_of, make_llm, proposer_of
 from tests.support.errors import raises_at
@@ -40,6 +40,7 @@ DRAFTED = {
     "draft_model": Case("draft_model", options={"from_target": {"last": 1}}, noise=0.05),
     "eagle3": Case("eagle3", {"draft_vocab_size": 40}, taps=(1, 2)),
     "medusa": Case("medusa", {"num_heads": 2}),
+    "peagle": Case("peagle", {"num_depths": 4, **MASK}, taps=(1, 2)),
 }
 
 
@@ -105,6 +106,12 @@ def test_compiled_rounds_write_what_eager_ones_write(kind, rows, temperature, mo
     assert write(compiled, temperature=temperature) == write(eager, temperature=temperature)
     assert counters["stats"]["unique_graphs"] > 0 and not counters["graph_break"]
     assert len(steps_of(compiled)) == 1 + (kind in ("draft_model", "eagle3"))
+
+
+@pytest.mark.parametrize(("kind", "has_one"), [("eagle3", True), ("peagle", False)])
+def test_only_drafts_that_are_made_one_by_one_have_a_compiled_chain(kind, has_one, model_of):
+    llm = llm_of(kind, model_of(kind), 2, TRACED)
+    assert (llm.engine.proposer._best_chain is not None) == has_one
 
 
 @pytest.mark.slow

@@ -106,6 +106,11 @@ def ids_inside_the_vocabulary(c: Fields, t: Tensors) -> None:
     t["t2d"] = torch.arange(c["vocab_size"]) < 40
 
 
+def without_biases(c: Fields, t: Tensors) -> None:
+    for name in [name for name in t if name.endswith(".bias")]:
+        del t[name]
+
+
 def nested(c: Fields, t: Tensors) -> None:
     c["dflash_config"] = {"markov_rank": c.pop("markov_rank"), "causal": False}
 
@@ -134,6 +139,10 @@ FAULTS: dict[str, list[tuple[Change, set[str]]]] = {
         (without("intermediate_size"), {"config.json"}),
         (fields(partial_rotary_factor=0.5), {"config.json"}),
         (fields(rope_parameters=5), {"config.json"}),
+        (fields(rope_parameters={"rope_type": "su"}), {"config.json"}),
+        (fields(**{TAPS: 2}), {"config.json"}),
+        (fields(draftsmith="eagle3"), {"config.json"}),
+        (fields(speculators_config={"proposal_methods": ["greedy"]}), {"config.json"}),
         (fields(rms_norm_eps=-1), {"config.json"}),
         (fields(rms_norm_eps=float("inf")), {"config.json"}),
         (fields(sliding_window=64), {"sliding_window"}),
@@ -161,7 +170,11 @@ FAULTS: dict[str, list[tuple[Change, set[str]]]] = {
         (added("fc.bias", torch.ones(32)), {"fc.bias"}),
         (fields(bias=True), {"bias"}),
     ],
-    "medusa": [(fields(medusa_fc_bias=False), {"medusa_fc_bias"})],
+    "medusa": [
+        (fields(medusa_fc_bias=False), {"medusa_fc_bias"}),
+        (without("blocks.0.layers.0.bias"), {"blocks.0.layers.0.bias"}),
+        (without_biases, {f"blocks.{head}.layers.0.bias" for head in range(5)}),
+    ],
     "mlp": [(without("speculator.proj.0.weight"), {"speculator.proj.0.weight"})],
     "mtp": [(without(MODULE), {MODULE})],
     "draft_model": [

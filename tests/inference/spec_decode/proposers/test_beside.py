@@ -151,6 +151,9 @@ def test_options_of_both_methods_are_given_side_by_side():
     assert make_draft_length(config).needs_costs
 
 
+GREEDY_TRAVERSAL = {"draft_sample_method": "greedy", "rejection_sample_method": "traversal"}
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -170,6 +173,13 @@ def test_options_of_both_methods_are_given_side_by_side():
             "leave enable_adaptive_verification out",
         ),
         ({**HEAD, "with": "ngram", "rejection_sample_method": "traversal"}, "deterministic"),
+        ({"method": "suffix", "rejection_sample_method": "traversal"}, "deterministic"),
+        ({**HEAD, **GREEDY_TRAVERSAL}, "deterministic"),
+        ({"method": "lookahead", "rejection_sample_method": "token"}, "judges chains"),
+        (
+            {**HEAD, "speculative_eagle_topk": 2, "rejection_sample_method": "block"},
+            "judges chains",
+        ),
     ],
 )
 def test_combinations_that_make_no_sense_are_refused(options, message):
