@@ -22,8 +22,10 @@ from typing import Annotated, Any, NamedTuple, TypeVar
 import typer
 from pydantic import BaseModel, BeforeValidator, ValidationError
 from pydantic.fields import FieldInfo
+from typer.core import TyperCommand
 
 from draftsmith.speculators.errors import ConfigError
+from draftsmith.speculators.hub import expanded
 
 SHORT = {"speculative_config": ["-sc"], "tensor_parallel_size": ["-tp"]}  # as in vLLM
 OBJECT = "expected a JSON object in single quotes"
@@ -145,6 +147,21 @@ def _help(field: FieldInfo, kind: Kind) -> str:
 
 # ------------------------------------------------------------------ commands
 
+TEXTS = ("prompt",)  # arguments that are no path
+
+
+class Command(TyperCommand):
+    """A command that takes `~/` at the beginning of an option or argument for the home folder, as
+    recipes do: no shell expands it in quotes, and bash not in `--model=~/m`."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Runs it with the paths of its options expanded."""
+        for name, value in ctx.params.items():
+            if name not in TEXTS:
+                ctx.params[name] = expanded(value)
+        ctx.args = expanded(ctx.args)
+        return super().invoke(ctx)
+
 
 def register(
     app: typer.Typer,
@@ -177,7 +194,7 @@ def register(
         "help_option_names": ["-h", "--help"],
         "token_normalize_func": lambda flag: flag.replace("_", "-"),  # as vLLM's
     }
-    app.command(name, context_settings=settings)(command)
+    app.command(name, cls=Command, context_settings=settings)(command)
 
 
 def _parameter(name: str, annotation: Any) -> inspect.Parameter:

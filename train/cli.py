@@ -16,7 +16,7 @@ from typer.core import TyperGroup
 
 from draftsmith.inference.bench import bench_command
 from draftsmith.inference.console import announce, supervised, user_errors
-from draftsmith.inference.flags import json_option
+from draftsmith.inference.flags import Command, json_option
 from draftsmith.inference.log_proxy import log_command
 from draftsmith.inference.progress import HEARTBEAT, Stages
 from draftsmith.inference.server import serve_command
@@ -188,7 +188,7 @@ for command in (  # in the order of work, in which `--help` lists them
     certify,
     try_methods,
 ):
-    app.command()(command)
+    app.command(cls=Command)(command)
 serve_command.register(app)
 bench_command.register(app)
 log_command.register(app)

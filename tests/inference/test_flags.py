@@ -44,6 +44,12 @@ def test_register_passes_the_options_that_were_typed_and_other_words():
     assert passed == [({"name": "a", "wait_s": "2"}, ["b", "--else"])]
 
 
+def test_register_takes_the_home_folder_as_recipes_do(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/someone")
+    _, passed = command("--name=~/a", "~/b", "c~/", others=True)
+    assert passed == [({"name": "/home/someone/a"}, ["/home/someone/b", "c~/"])]
+
+
 @pytest.mark.parametrize(
     "values, option",
     [

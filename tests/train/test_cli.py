@@ -18,6 +18,7 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from draftsmith.inference import LLM, SamplingParams
+from draftsmith.inference.flags import Command
 from draftsmith.inference.report.schema import load_report
 from draftsmith.speculators.digests import weights_sha256
 from draftsmith.speculators.errors import CheckpointError, ConfigError
@@ -55,6 +56,11 @@ def test_help_every_command_is_listed_with_a_whole_sentence():
     lines = [line for line in listed.splitlines() if line.split()[:1] and line.split()[0] in names]
     assert len(lines) == len(names)
     assert not [line for line in lines if not line.endswith(".") or line.endswith("...")]
+
+
+@pytest.mark.parametrize("name", get_command(app).commands)
+def test_every_command_takes_the_home_folder_as_recipes_do(name):
+    assert isinstance(get_command(app).commands[name], Command)
 
 
 @pytest.mark.parametrize("name", get_command(app).commands)
@@ -296,6 +302,30 @@ def test_evaluate_of_a_recipe_uses_its_export_and_gates(recipe_file, drafter_fol
     code, output = call("evaluate", recipe_file, *changes)
     assert code == 1, output  # an untrained head misses the gate
     assert load_report(tmp_path / "run" / "acceptance.json").passed is False
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "key"),
+    [
+        ("--model", "org/target", "target.model"),
+        ("--drafter", "org/drafter", "the run's export"),
+        ("--method", "ngram", "the run's export"),
+        ("--prompts", "prompts.jsonl", "evaluation.prompts"),
+        ("--suite", "spec_bench", "evaluation.suites"),
+        ("--suite-path", "suite.jsonl", "evaluation.suites"),
+        ("--chat-template-kwargs", "{}", "data.chat_template_kwargs"),
+        ("--num-speculative-tokens", 2, "evaluation.num_speculative_tokens"),
+        ("--speculative-config", "{}", "evaluation.speculative_config"),
+        ("--temperature", 0, "evaluation.temperatures"),
+        ("--max-tokens", 128, "evaluation.max_tokens"),
+        ("--prompts-per-workload", 16, "evaluation.prompts_per_workload"),
+        ("--repeats", 0, "evaluation.repeats"),
+        ("--dtype", "auto", "target.dtype"),
+        ("--out", "runs/evaluation", "output_dir"),
+    ],
+)
+def test_evaluate_of_a_recipe_refuses_what_the_recipe_decides(option, value, key):
+    assert f"{option} ({key})" in refused("evaluate", "recipe.yaml", option, value)
 
 
 def test_evaluate_of_an_export_of_another_family_is_refused(recipe_file, drafter_folder, tmp_path):

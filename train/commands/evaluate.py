@@ -10,15 +10,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from draftsmith.inference.flags import json_option
+from draftsmith.inference.flags import flag_name, json_option
 from draftsmith.inference.spec_decode.proposers.methods import TRAINING_FREE
 from draftsmith.speculators.errors import ConfigError
 from draftsmith.train.commands.options import (
     DraftTokens,
-    MaxTokens,
     Model,
     Overrides,
-    Precision,
     SpeculativeConfig,
     command_of,
 )
@@ -29,6 +27,25 @@ if TYPE_CHECKING:
 
 OURS = "draftsmith"
 VLLM = "vllm"
+EXPORT = "the run's export"
+# Option -> what decides the same in the recipe of a run, mostly a key.
+BY_RECIPE = {
+    "model": "target.model",
+    "drafter": EXPORT,
+    "method": EXPORT,
+    "prompts": "evaluation.prompts",
+    "suite": "evaluation.suites",
+    "suite_path": "evaluation.suites",
+    "chat_template_kwargs": "data.chat_template_kwargs",
+    "num_speculative_tokens": "evaluation.num_speculative_tokens",
+    "speculative_config": "evaluation.speculative_config",
+    "temperature": "evaluation.temperatures",
+    "max_tokens": "evaluation.max_tokens",
+    "prompts_per_workload": "evaluation.prompts_per_workload",
+    "repeats": "evaluation.repeats",
+    "dtype": "target.dtype",
+    "out": "output_dir",
+}
 
 
 @dataclass(frozen=True)
@@ -74,16 +91,25 @@ class EvaluateOptions:
         list[float] | None,
         typer.Option(help="Of sampling; 0 is greedy; repeatable; default: 0 and 1."),
     ] = None
-    max_tokens: MaxTokens = 128
+    max_tokens: Annotated[
+        int | None, typer.Option(min=2, help="Longest response; default: 128.")
+    ] = None
     prompts_per_workload: Annotated[
         int | None,
         typer.Option(min=1, help="Prompts of each workload; default: 16, of a suite all."),
     ] = None
     repeats: Annotated[
-        int, typer.Option(min=0, help="Timed passes with drafting and without; 0: no times.")
-    ] = 3
-    dtype: Precision = "auto"
-    out: Annotated[Path, typer.Option(help="Folder of the report.")] = Path("runs/evaluation")
+        int | None,
+        typer.Option(
+            min=0, help="Timed passes with drafting and without; 0: no times; default: 3."
+        ),
+    ] = None
+    dtype: Annotated[str, typer.Option(help="Precision of the target; default: auto, its own.")] = (
+        ""
+    )
+    out: Annotated[
+        Path | None, typer.Option(help="Folder of the report; default: runs/evaluation.")
+    ] = None
 
 
 def run(options: EvaluateOptions) -> None:
@@ -100,16 +126,17 @@ def run(options: EvaluateOptions) -> None:
 
 
 def _evaluate_recipe(recipe: Path, options: EvaluateOptions, engines: Engines | None) -> int:
-    """Measures the export of a run again; the exit code."""
+    """Measures the export of a run again; the exit code. ConfigError for an option that the recipe
+    decides."""
     from draftsmith.train.pipeline.evaluate_again import evaluate_run
     from draftsmith.train.recipe.load import load_recipe
 
-    prompts = (options.suite, options.suite_path, options.chat_template_kwargs, options.prompts)
-    drafting = (options.drafter, options.method, options.speculative_config)
-    if any((*prompts, options.model, *drafting)):
+    given = [name for name in BY_RECIPE if getattr(options, name) not in (None, "", [])]
+    if given:
+        instead = [f"{flag_name(name)} ({BY_RECIPE[name]})" for name in given]
         raise ConfigError(
-            "a recipe names its target, drafter and prompts itself, as well as evaluation.suites,"
-            " evaluation.speculative_config and data.chat_template_kwargs",
+            f"a recipe decides {', '.join(instead)} itself; give another value of its key behind"
+            " the recipe, such as evaluation.max_tokens=64, or leave the recipe out",
             where="evaluate",
         )
     return evaluate_run(load_recipe(recipe, options.overrides or ()), engines)
@@ -130,19 +157,19 @@ def _evaluate_drafter(options: EvaluateOptions, engines: Engines | None) -> None
         options.model,
         options.drafter or None,
         options.prompts or None,
-        options.out,
+        options.out or Path("runs/evaluation"),
         options.temperature or [0.0, 1.0],
         method=options.method or None,
         engines=engines,
-        dtype=options.dtype,
+        dtype=options.dtype or "auto",
         chat_template_kwargs=json_option("--chat-template-kwargs", options.chat_template_kwargs),
         suites=dict(zip_longest(suites, paths)),
         suite_prompts=options.prompts_per_workload,
         num_speculative_tokens=options.num_speculative_tokens or default_tokens(options.method),
         speculative_config=json_option("--speculative-config", options.speculative_config) or {},
-        max_tokens=options.max_tokens,
+        max_tokens=options.max_tokens or 128,
         prompts_per_workload=options.prompts_per_workload or 16,
-        repeats=options.repeats,
+        repeats=3 if options.repeats is None else options.repeats,
     )
     Console().print(str(page), highlight=False)
 

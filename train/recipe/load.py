@@ -4,7 +4,6 @@ The YAML is version 1.2: `1e-4` is a number and `no` a word. Errors name file an
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from ruamel.yaml.constructor import SafeConstructor
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
 from draftsmith.speculators.errors import ConfigError
+from draftsmith.speculators.hub import expanded
 from draftsmith.train.recipe.recipe import ONE_VALUE, Recipe, family_of, recipe_class, yaml_line
 from draftsmith.train.recipe.schema import explain
 from draftsmith.train.recipe.sections import Gate
@@ -34,21 +34,12 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     parsed = [(override, *parse_override(override)) for override in overrides]
     for override, keys, value in parsed:
         _set(tree, _location(keys), value, override)
-    tree = _expanded(tree)
+    tree = expanded(tree)
     model = recipe_class(family_of(tree))
     try:
         return model.model_validate(tree).resolved()
     except ValidationError as error:
         raise ConfigError(explain(error, model), where=f"{path}") from None
-
-
-def _expanded(value: Any) -> Any:
-    """`value` with the home folder in place of `~/` at the beginning of its texts."""
-    if isinstance(value, str):
-        return os.path.expanduser(value) if value.startswith("~/") else value
-    if isinstance(value, dict):
-        return {key: _expanded(part) for key, part in value.items()}
-    return [_expanded(part) for part in value] if isinstance(value, list) else value
 
 
 def _location(keys: Sequence[str]) -> list[str | int]:
