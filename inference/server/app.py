@@ -32,7 +32,7 @@ from draftsmith.inference.entrypoints.llm import engine_with_drafter
 from draftsmith.inference.entrypoints.text_generator import TextGenerator
 from draftsmith.inference.server.answers import ChatWriter, CompletionWriter, EventStream
 from draftsmith.inference.server.api_errors import APIError, error_response, fault
-from draftsmith.inference.server.engine_thread import EngineThread
+from draftsmith.inference.server.engine_thread import EngineThread, Ticket
 from draftsmith.inference.server.logged_exchanges import exchanges_of
 from draftsmith.inference.server.prometheus import ServerMetrics
 from draftsmith.inference.server.protocol import (
@@ -190,7 +190,8 @@ class Server:
             closing.callback(ticket.close)
             if self.recorder is not None and draw is not None:
                 exchanges = partial(exchanges_of, draw.time, base["model"], request, ticket)
-                closing.callback(self.recorder.record, draw, exchanges, len(body))
+                record = partial(self.recorder.record, draw, exchanges, len(body))
+                closing.callback(_record_if_written, ticket, record)
             parse = partial(request.parse, params, self.llm, self.options, self._text_limit)
             ticket.submit(await self._in_worker(parse))
             detail = request.per_request_spec_decode_metrics
@@ -199,6 +200,14 @@ class Server:
             if request.stream:
                 return EventStream(writer.events(), closing.pop_all().close)
             return await _while_connected(http, writer.response())
+
+
+def _record_if_written(ticket: Ticket, record: Callable[[], None]) -> None:
+    """Calls `record` if a token was written: a request that was refused is not left out of the log,
+    it was none of it."""
+    responses = list(ticket.begun.values())
+    if any(writing.output_token_ids for response in responses for writing in response.requests):
+        record()
 
 
 async def _body(http: Request, most: int) -> bytes:
