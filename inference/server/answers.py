@@ -3,6 +3,7 @@ events."""
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import logging
@@ -21,7 +22,7 @@ from draftsmith.inference.requests.detokenizer import Detokenizer
 from draftsmith.inference.requests.request import Request
 from draftsmith.inference.requests.response import decode_logprobs
 from draftsmith.inference.sampling_params import SamplingParams
-from draftsmith.inference.server.api_errors import error_json, fault
+from draftsmith.inference.server.api_errors import SHUTTING_DOWN, APIError, error_json, fault
 from draftsmith.inference.server.engine_thread import Ticket
 from draftsmith.inference.server.protocol import ChatRequest, GenerationRequest
 from draftsmith.speculators.errors import ConfigError
@@ -30,6 +31,7 @@ from draftsmith.speculators.vocab.token_bytes import token_bytes
 logger = logging.getLogger(__name__)
 
 REPLACEMENT = "\ufffd"  # what a decoder writes for a part of a character
+DONE = "data: [DONE]\n\n"  # the end of a stream
 LEAST_LOGPROB = -9999.0  # for tokens of probability 0: JSON has no infinity
 
 Answer = dict[str, Any]
@@ -83,7 +85,7 @@ class CompletionWriter:
         except Exception as error:
             logger.error("a stream was ended", exc_info=error)
             yield f"data: {error_json(fault(error))}\n\n"
-        yield "data: [DONE]\n\n"
+        yield DONE
 
     async def _events_of(self, prompt: int, output: RequestOutput) -> list[str]:
         """The events of a delta. Log-probabilities are texts of many tokens, and take long."""
@@ -279,9 +281,13 @@ class EventStream(StreamingResponse):
         self._on_close = on_close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Sends the events, as an ASGI application."""
+        """Sends the events, as an ASGI application. A stream that --shutdown-timeout ends has an
+        error as its last event."""
         try:
             await super().__call__(scope, receive, send)
+        except asyncio.CancelledError:  # uvicorn's: a client that leaves cancels a scope inside
+            last = f"data: {error_json(APIError(503, SHUTTING_DOWN))}\n\n{DONE}"
+            await send({"type": "http.response.body", "body": last.encode(), "more_body": False})
         finally:
             self._on_close()
 

@@ -23,6 +23,7 @@ TYPES: dict[int, tuple[str, int | str | None]] = {
     500: ("InternalServerError", 500),
     503: ("server_error", None),
 }
+SHUTTING_DOWN = "the server is shutting down"
 
 
 class APIError(HTTPException):

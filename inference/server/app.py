@@ -31,7 +31,7 @@ from draftsmith.inference.entrypoints.checks import TextLimit
 from draftsmith.inference.entrypoints.llm import engine_with_drafter
 from draftsmith.inference.entrypoints.text_generator import TextGenerator
 from draftsmith.inference.server.answers import ChatWriter, CompletionWriter, EventStream
-from draftsmith.inference.server.api_errors import APIError, error_response, fault
+from draftsmith.inference.server.api_errors import SHUTTING_DOWN, APIError, error_response, fault
 from draftsmith.inference.server.engine_thread import EngineThread, Ticket
 from draftsmith.inference.server.logged_exchanges import exchanges_of
 from draftsmith.inference.server.prometheus import ServerMetrics
@@ -147,7 +147,8 @@ class Server:
         }
 
     def with_key(self, endpoint: Endpoint) -> Endpoint:
-        """Behind one of `api_key` as `Authorization: Bearer KEY`, if there are."""
+        """Behind one of `api_key` as `Authorization: Bearer KEY`, if there are. APIError: 401
+        without one, 503 for what --shutdown-timeout ends."""
         keys = [key.encode() for key in self.options.api_key]
 
         async def keyed(http: Request) -> Response:
@@ -156,7 +157,10 @@ class Server:
             if keys and not (scheme.lower() == "bearer" and any(matches)):
                 message = "no valid API key; send one as `Authorization: Bearer KEY`"
                 raise APIError(401, message, headers={"WWW-Authenticate": "Bearer"})
-            return await endpoint(http)
+            try:
+                return await endpoint(http)
+            except asyncio.CancelledError:  # uvicorn's: a client that leaves cancels a scope inside
+                raise APIError(503, SHUTTING_DOWN) from None
 
         return keyed
 

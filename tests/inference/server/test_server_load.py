@@ -3,6 +3,7 @@ fails ends its requests, and the next one is served."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import socket
@@ -15,9 +16,11 @@ import pytest
 import torch
 
 from draftsmith.inference import SamplingParams
+from draftsmith.inference.server.api_errors import SHUTTING_DOWN
+from draftsmith.inference.server.app import make_app
 from draftsmith.inference.server.engine_thread import MOST_FAILED_STEPS
 from draftsmith.inference.server.serve_command import bind, serve_app
-from draftsmith.inference.server.serve_options import ServeFlags
+from draftsmith.inference.server.serve_options import ServeFlags, ServerOptions
 
 CLIENT = httpx2.Client(timeout=60, limits=httpx2.Limits(max_connections=None))
 LONG = {"prompt": "a long answer", "max_tokens": 230, "temperature": 0, "stream": True}
@@ -223,6 +226,52 @@ def test_engine_that_dies_ends_the_server(drafting_llm, model, monkeypatch, erro
         with pytest.raises(SystemExit) as exit_code:
             server.result(30)
     assert exit_code.value.code == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_request_that_the_shutdown_ends_has_an_answer(drafting_llm, model, monkeypatch, stream):
+    """uvicorn cancels what runs after --shutdown-timeout."""
+    llm, options = drafting_llm("off", model), ServerOptions(served_model_name=("tiny",))
+    monkeypatch.setattr(llm.engine, "step", slow(llm.engine.step))
+    sent = asyncio.run(cancelled(make_app(llm, options), LONG | {"stream": stream}))
+    body = b"".join(message.get("body", b"") for message in sent[1:]).decode()
+    assert sent[0]["status"] == (200 if stream else 503) and not sent[-1].get("more_body")
+    if stream:
+        *texts, body, done = [line for line in body.splitlines() if line]
+        assert texts and done == "data: [DONE]"
+    error = json.loads(body.removeprefix("data: "))["error"]
+    assert (error["message"], error["type"]) == (SHUTTING_DOWN, "server_error")
+
+
+def slow(step):
+    def slept():
+        time.sleep(0.02)
+        return step()
+
+    return slept
+
+
+async def cancelled(app, request: dict) -> list[dict]:
+    """What the app sends for a request whose task is cancelled within its answer."""
+    body = iter([{"type": "http.request", "body": json.dumps(request).encode()}])
+    sent = []
+
+    async def receive():
+        return next(body, None) or await asyncio.Event().wait()
+
+    async def send(message):
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
+    server = app.state.server
+    async with app.router.lifespan_context(app):
+        task = asyncio.create_task(app(scope, receive, send))
+        while not server.engine.num_running or (request["stream"] and len(sent) < 3):
+            await asyncio.sleep(0.01)
+        task.cancel()
+        await task
+        assert server.engine.in_flight == 0
+    return sent
 
 
 def test_engine_whose_device_is_lost_is_unhealthy(serving, drafting_llm, model, monkeypatch):
