@@ -8,6 +8,7 @@ runs."""
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -215,14 +216,15 @@ def _read(recipe: Recipe, data: Path, validation: Path | None) -> ExamplesRead:
     """DataError if too little can be used. Bad rows are listed in the folder of the run."""
     from draftsmith.train.data.bad_rows import BadRows
     from draftsmith.train.data.prepare import bad_rows
-    from draftsmith.train.data.sources import load_source
+    from draftsmith.train.data.sources import errors_of_option, load_source
     from draftsmith.train.recipe.data_sections import Source
 
     bad = bad_rows(recipe.data, Path(recipe.output_dir))
     read = ExamplesRead([], [], bad)
-    for example in load_source(recipe.data.train[0], bad=bad):
-        read.examples.append(example)
-        read.rows.append(bad.read)
+    with errors_of_option("--data", data):
+        for example in load_source(recipe.data.train[0], bad=bad):
+            read.examples.append(example)
+            read.rows.append(bad.read)
     least = 1 if validation else 2
     if len(read.examples) < least:
         what = f"{len(read.examples)} conversations can be used, and {least} are needed"
@@ -230,7 +232,9 @@ def _read(recipe: Recipe, data: Path, validation: Path | None) -> ExamplesRead:
         raise DataError(f"{what}{advice}. {bad}".strip(), where=f"--data {data}")
     if validation is not None:
         unusable = BadRows()
-        if next(load_source(Source(path=str(validation)), bad=unusable), None) is None:
+        with errors_of_option("--validation", validation):
+            first = next(load_source(Source(path=str(validation)), bad=unusable), None)
+        if first is None:
             raise DataError(f"no conversation. {unusable}", where=f"--validation {validation}")
     return read
 
@@ -416,7 +420,7 @@ def _fill_writing(
     if device is not None:
         took = duration(max(seconds, 1.0))
         lines.append(f"In this process {took} on {device.name}, by draftsmith plan.")
-    serve = f"vllm serve {model} --port 8000 --max-model-len {lengths.max_length}"
+    serve = f"vllm serve {shlex.quote(model)} --port 8000 --max-model-len {lengths.max_length}"
     lines.append(f"Servers write faster: {serve}")
     if seconds > HOUR and not lengths.on_cpu:
         key = "regenerate.endpoints"
@@ -447,6 +451,10 @@ def _say(
         console.print(f"  on {device.name}, about: {times}")
         if device.kind == "cpu":
             console.print("  without a GPU: the sizes are what a core can do; --gpu plans for one")
-    console.print(f"  draftsmith prepare {out}            # the data as the drafter sees it")
-    console.print(f"  draftsmith train {out} --dry-run    # shapes, tokens, memory, time")
-    console.print(f"  draftsmith train {out}")
+    file = shlex.quote(str(out))
+    for command in (
+        f"prepare {file}            # the data as the drafter sees it",
+        f"train {file} --dry-run    # shapes, tokens, memory, time",
+        f"train {file}",
+    ):
+        console.print(Text(f"  draftsmith {command}"))

@@ -4,8 +4,10 @@ says what a row means."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
+from pathlib import Path
 
 from draftsmith.speculators.errors import DataError
 from draftsmith.train.data.bad_rows import BadRow, BadRows
@@ -13,6 +15,19 @@ from draftsmith.train.data.examples import Example, parse_row
 from draftsmith.train.data.readers import rows_of
 from draftsmith.train.data.selection import mix
 from draftsmith.train.recipe.data_sections import Source
+
+
+@contextmanager
+def errors_of_option(option: str, path: str | Path) -> Iterator[None]:
+    """Names the option that gave a path, or a row below it, in the DataError of either."""
+    try:
+        yield
+    except DataError as error:
+        where = error.where or ""
+        if not where.startswith(f"{path}"):
+            raise
+        message = str(error).removeprefix(f"{where}: ")
+        raise DataError(message, where=f"{option} {where}") from error
 
 
 def load_sources(sources: Sequence[Source], *, bad: BadRows | None = None) -> list[Example]:

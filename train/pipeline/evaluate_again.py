@@ -11,9 +11,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from draftsmith.inference.flags import flag_name
 from draftsmith.inference.progress import Stages
 from draftsmith.speculators.errors import CheckpointError, ConfigError
 from draftsmith.speculators.export import read_drafter_config
+from draftsmith.train.data.sources import errors_of_option
 from draftsmith.train.pipeline.acceptance_stage import (
     Engines,
     accept,
@@ -28,6 +30,8 @@ from draftsmith.train.recipe.recipe import EXPORT, PAGE, Recipe, make_recipe
 
 HELD_OUT = Path(__file__).resolve().parents[2] / "recipes" / "quickstart" / "data" / "test.jsonl.gz"
 CODE = HELD_OUT.with_name("code-test.jsonl.gz")
+# Keys of a recipe with other names than the options of an evaluation without one.
+OPTIONS = {"temperatures": "temperature", "suites": "suite", "train": "prompts"}
 BUILT_IN = [{"path": str(HELD_OUT), "limit": 96}, {"path": str(CODE)}]
 
 
@@ -86,18 +90,20 @@ def evaluate_folders(
     recipe = _recipe(model, data, keys, out, dtype)
     stages = Stages()
     names = {"target_name": model}
-    report = measure(recipe, drafter, stages, engines, method=method, provenance=names)
+    with errors_of_option("--prompts", prompts or HELD_OUT):
+        report = measure(recipe, drafter, stages, engines, method=method, provenance=names)
     write_report(report, out, stages)
     return out / PAGE
 
 
 def prompts_of_file(model: str, file: Path, count: int, max_tokens: int) -> list[list[int]]:
     """Token ids of prompts of a JSONL file as `model` is asked them: `count` of each workload. What
-    is left out is said on standard error."""
+    is left out is said on standard error. DataError names the option --prompts."""
     sources = [{"path": str(file)}]
     keys = {"prompts": sources, "prompts_per_workload": count, "max_tokens": max_tokens}
     recipe = _recipe(model, {"train": sources}, keys, Path("runs/try"))
-    chosen = workloads(recipe, settings_of(recipe))
+    with errors_of_option("--prompts", file):
+        chosen = workloads(recipe, settings_of(recipe))
     return [prompt for prompts in chosen.values() for prompt in prompts]
 
 
@@ -120,11 +126,14 @@ def _recipe(
             }
         )
     except ValidationError as error:
-        faults = [f"{_option_name(e['loc'])}: {e['msg']}" for e in error.errors(include_url=False)]
-        raise ConfigError(f"{'; '.join(faults)}", where="evaluate") from None
+        faults = [
+            f"{_option_name(e['loc'])}: {e['msg'].removeprefix('Value error, ')}"
+            for e in error.errors(include_url=False)
+        ]
+        raise ConfigError("; ".join(faults), where="evaluate") from None
 
 
 def _option_name(location: Sequence[Any]) -> str:
     """The option of the command that a key of the recipe comes from, such as `--temperature`."""
     key = next(str(part) for part in location if part not in ("evaluation", "data", "target"))
-    return "--" + key.replace("_", "-").replace("temperatures", "temperature")
+    return flag_name(OPTIONS.get(key, key))

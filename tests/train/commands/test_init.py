@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import shlex
 import shutil
 
 import pytest
@@ -81,6 +82,16 @@ def test_init_where_writing_takes_long_names_servers(chats, tmp_path, monkeypatc
     out = tmp_path / "my.yaml"
     call(*options(TOKENIZER, chats, out, "--gpu", "h100"))
     assert [e.url for e in load_recipe(out).regenerate.endpoints] == ["http://localhost:8000/v1"]
+
+
+def test_init_prints_commands_that_a_shell_takes(chats, tmp_path):
+    out = tmp_path / "my recipe [1].yaml"
+    target = shutil.copytree(TOKENIZER, tmp_path / "my target")
+    printed = call(*options(target, chats, out, "--gpu", "h100"))[1]
+    lines = [line.strip() for line in printed.splitlines() if line.startswith("  draftsmith")]
+    assert [shlex.split(line)[2] for line in lines] == [str(out)] * 3
+    (serve,) = [line for line in out.read_text().splitlines() if "vllm serve" in line]
+    assert shlex.split(serve.partition("vllm serve ")[2])[0] == str(target)
 
 
 def test_init_of_folders_with_signs_of_yaml_names_them_in_the_recipe(chats, tmp_path):

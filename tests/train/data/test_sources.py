@@ -17,7 +17,7 @@ from draftsmith.train.data.examples import Example, parse_row
 from draftsmith.train.data.prepare import bad_rows, training_examples
 from draftsmith.train.data.readers import SHUFFLED_ROWS
 from draftsmith.train.data.selection import deduplicate
-from draftsmith.train.data.sources import load_sources
+from draftsmith.train.data.sources import errors_of_option, load_sources
 from draftsmith.train.recipe.data_sections import PRESETS, Source
 from draftsmith.train.recipe.recipe import make_recipe
 from tests.support.errors import raises_at
@@ -179,6 +179,17 @@ def test_a_path_without_rows_is_refused_with_what_is_there(name, what, tmp_path)
     (tmp_path / "notes.txt").write_text("notes")
     with pytest.raises(DataError, match=re.escape(f"{tmp_path / name}: ") + f".*{what}"):
         first_texts(path=str(tmp_path / name))
+
+
+@pytest.mark.parametrize("option", ["--data", "--prompts"])
+def test_errors_of_a_path_name_the_option_that_gave_it(option, tmp_path):
+    bad, nowhere = tmp_path / "bad.csv", tmp_path / "nowhere.jsonl"
+    bad.write_text("question,reply\na,b\n")
+    for path, place in ((bad, f"{bad}:2"), (nowhere, nowhere)):
+        with raises_at(DataError, f"{option} {place}"), errors_of_option(option, path):
+            load_sources([Source(path=str(path))])
+    with raises_at(DataError, nowhere), errors_of_option(option, bad):
+        load_sources([Source(path=str(nowhere))])
 
 
 def test_slices_count_the_rows_of_a_file(tmp_path):
