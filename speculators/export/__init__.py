@@ -33,6 +33,7 @@ from draftsmith.speculators.target.target_head import TargetHead
 from draftsmith.speculators.vocab.token_counts import load_counts, save_counts
 
 WEIGHTS_HASH = "weights_sha256"  # of the target, in what an export says of it
+BELOW_RUN = "export"  # the folder of a run's drafter, in that of the run
 # What to do where a folder is not there: a run writes its drafter when it ends.
 NO_FOLDER = "run the recipe first if a run writes it, or give another folder or a repository id"
 
@@ -221,6 +222,8 @@ def _headers(folder: Path) -> dict[str, Header]:
             f"; {name} is a pickle, which is never opened: convert it to safetensors first"
             for name in pickled_files(folder)
         )
+        if (folder / BELOW_RUN / "config.json").is_file():
+            hint += f"; this is a run's folder: give {folder / BELOW_RUN}"
         raise CheckpointError(
             f"expected config.json and *.safetensors{hint}", where=f"drafter {folder}"
         )

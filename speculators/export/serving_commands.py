@@ -15,7 +15,7 @@ from typing import Any
 from draftsmith.speculators.config import DrafterConfig
 from draftsmith.speculators.errors import ConfigError
 from draftsmith.speculators.export.formats import LAYOUTS, NATIVE, layout_for
-from draftsmith.speculators.export.layouts.base import NUM_SPECULATIVE_TOKENS
+from draftsmith.speculators.export.layouts.base import NUM_SPECULATIVE_TOKENS, minor
 
 Options = Mapping[str, Any]
 
@@ -45,14 +45,14 @@ def serving(
 
     `method`: a family, whose `folder` holds a drafter of `config` in `format`, or a training-free
     method with `training_free`, its MethodOptions of the runtime. `target`: folder or id, if
-    known. `tokens`: drafts per round. `vllm_version`: such as 0.33.0; None: the newest vLLM that
-    serves it."""
+    known. `tokens`: drafts per round. `vllm_version`: such as 0.33.0, ConfigError for what is none;
+    None: the newest vLLM that serves it."""
     target = target or "TARGET"
     speculative_config: dict[str, Any] = {"method": method}
     if config is None:
         tokens = tokens or training_free.num_speculative_tokens or NUM_SPECULATIVE_TOKENS
         speculative_config |= {"num_speculative_tokens": tokens}
-        engines = _without_drafter(training_free, target, speculative_config)
+        engines = _without_drafter(training_free, target, speculative_config, vllm_version)
     else:
         tokens = tokens or config.usual_drafts or NUM_SPECULATIVE_TOKENS
         tokens = min(tokens, config.max_drafts or tokens)
@@ -68,13 +68,19 @@ def serving(
 
 
 def _without_drafter(
-    options: Any, target: str, speculative_config: Options
+    options: Any, target: str, speculative_config: Options, version: str | None
 ) -> list[ServingCommand]:
     method = speculative_config["method"]
-    vllm = ServingCommand("vLLM", note=options.vllm_note or f"vLLM has no {method} decoding")
+    newer = [
+        note
+        for first, note in options.vllm_notes_since.items()
+        if version is None or minor(version) >= minor(first)
+    ]
+    note = "; ".join(filter(None, [options.vllm_note, *newer]))
+    vllm = ServingCommand("vLLM", note=note or f"vLLM has no {method} decoding")
     if options.vllm is not None:
         theirs = {**speculative_config, **options.vllm}
-        vllm = ServingCommand("vLLM", vllm_command(target, theirs), theirs, options.vllm_note)
+        vllm = ServingCommand("vLLM", vllm_command(target, theirs), theirs, note)
     if options.sglang_algorithm is None:
         return [vllm, ServingCommand("SGLang", note=f"SGLang has no {method} decoding")]
     flags = {

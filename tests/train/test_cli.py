@@ -22,11 +22,17 @@ from draftsmith.inference.flags import Command
 from draftsmith.inference.report.schema import load_report
 from draftsmith.speculators.digests import weights_sha256
 from draftsmith.speculators.errors import CheckpointError, ConfigError
-from draftsmith.speculators.export import export_drafter, load_drafter
+from draftsmith.speculators.export import (
+    export_drafter,
+    load_drafter,
+    read_drafter_config,
+    read_fields,
+)
 from draftsmith.speculators.registry import config_for_target, family_class
 from draftsmith.speculators.target.frozen_target import FrozenTarget
 from draftsmith.train.cli import app
 from draftsmith.train.pipeline.evaluate_again import evaluate_run
+from draftsmith.train.pipeline.export_stage import recipe_of
 from draftsmith.train.recipe.drafter_config import drafter_config
 from draftsmith.train.recipe.load import load_recipe
 from draftsmith.train.recipe.recipe import describe_schema
@@ -183,8 +189,54 @@ def test_export_writes_the_best_drafter_of_a_run(name, recipe_file, target_folde
     for name, tensor in loaded.state_dict().items():
         torch.testing.assert_close(tensor, best[name], msg=name)
     assert json.loads((tmp_path / "out" / "config.json").read_text())["draftsmith"]["step"] == 4
-    assert call("export", run_dir, tmp_path / "half", "--dtype", "bfloat16")[0] == 0
+    moved = load_recipe(recipe_file, ["target.model=gone", "target.revision=v1"])
+    (run_dir / "recipe.yaml").write_text(moved.resolved_yaml())
+    assert "gone" in refused("export", run_dir, tmp_path / "half")
+    named = ("--model", target_folder, "--dtype", "bfloat16")
+    assert call("export", run_dir, tmp_path / "half", *named)[0] == 0
     assert load_file(tmp_path / "half" / "model.safetensors")["fc.weight"].dtype == torch.bfloat16
+    described = read_fields(tmp_path / "half")["draftsmith"]["target"]
+    assert described["name_or_path"] == str(target_folder)
+
+
+def test_recipe_of_a_run_takes_no_model_where_the_run_wrote_its_target(recipe_file, tmp_path):
+    with raises_at(CheckpointError, tmp_path / "nothing"):
+        recipe_of(tmp_path / "nothing")
+    recipe = load_recipe(recipe_file, ["target.adapter=org/lora"])
+    (tmp_path / "recipe.yaml").write_text(recipe.resolved_yaml())
+    assert recipe_of(tmp_path).target.model == str(tmp_path / "target")
+    with raises_at(ConfigError, "--model org/target"):
+        recipe_of(tmp_path, "org/target")
+
+
+INTO = ("--into", "target")
+INT8 = ("--quantize", "int8")
+
+
+@pytest.mark.parametrize(
+    ("source", "options"),
+    [
+        ("run", ["--target-layers", 4]),
+        ("run", ["--prompts", "p.jsonl"]),
+        ("run", ["--max-acceptance-loss", 0.02]),
+        ("run", ["--prompts", "p.jsonl", *INT8]),
+        ("run", ["--target-layers", 4, *INT8]),
+        ("drafter", ["--prompts", "p.jsonl"]),
+        ("drafter", ["--max-acceptance-loss", 0.02]),
+        ("drafter", ["--target-layers", 4, *INT8]),
+        ("drafter", ["--dtype", "auto", *INTO]),
+        ("drafter", ["--format", "vllm", *INTO]),
+        ("drafter", ["--model", "org/target", *INTO]),
+        ("drafter", ["--target-layers", 4, *INTO]),
+        ("drafter", ["--prompts", "p.jsonl", *INTO]),
+    ],
+)
+def test_export_refuses_options_that_it_would_not_use(source, options, tmp_path):
+    for name in ("run/recipe.yaml", "drafter/config.json"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text("{}")
+    output = refused("export", tmp_path / source, tmp_path / "out", *options)
+    assert output.startswith(f"error: {options[0]}: ")
 
 
 def test_export_dresses_a_drafter_in_another_format(drafter_folder, target_folder, tmp_path):
@@ -263,6 +315,27 @@ def test_inspect_of_a_drafter_of_other_weights_warns(drafter_folder, target_fold
         warned[model] = [fault["where"] for fault in found if fault["warning"]]
         assert code == 0
     assert warned == {target_folder: [], other: ["target"]}
+
+
+def test_inspect_shows_the_hash_of_the_chat_template_whole(drafter_folder):
+    digest = "0123456789abcdef" * 4
+    config = json.loads((drafter_folder / "config.json").read_text())
+    config["draftsmith"]["chat_template_sha256"] = digest
+    (drafter_folder / "config.json").write_text(json.dumps(config))
+    shown = CliRunner().invoke(app, ["inspect", str(drafter_folder)], env={"COLUMNS": "60"})
+    assert digest in "".join(shown.output.split())
+
+
+def test_a_runs_folder_in_place_of_its_drafter_names_the_drafter(tmp_path):
+    (tmp_path / "export").mkdir()
+    (tmp_path / "export" / "config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=f"a run's folder: give {tmp_path / 'export'}"):
+        read_drafter_config(tmp_path)
+
+
+def test_inspect_refuses_what_is_no_version_of_vllm():
+    for drafter in ("ngram", "org/drafter"):
+        assert "'abc'" in refused("inspect", drafter, "--vllm-version", "abc")
 
 
 def test_inspect_of_methods_without_a_folder():
@@ -345,6 +418,29 @@ def test_evaluate_of_an_export_of_another_family_is_refused(recipe_file, drafter
 def test_output_that_cannot_be_written_is_refused_before_the_work(line, option, tmp_path):
     (tmp_path / "file").write_text("kept")
     assert f"{option} {tmp_path / 'file'}" in refused(*line, option, tmp_path / "file" / "a.json")
+
+
+def test_evaluate_of_a_suite_that_there_is_not_names_the_option():
+    output = refused("evaluate", "--model", "org/target", "--method", "ngram", "--suite", "foo")
+    assert output.startswith("error: evaluate: --suite: expected names of spec_bench")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        ("evaluate", "--method", "ngram", "--prompts"),
+        ("try", "--prompts"),
+        ("init", "--data"),
+        ("init", "--data", "chats.jsonl", "--validation"),
+    ],
+)
+def test_a_file_that_is_not_there_names_its_option(line, target_folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    rows = [{"messages": [{"role": "user", "content": text}]} for text in ("one", "two")]
+    Path("chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    command, *options = line
+    output = refused(command, "--model", target_folder, *options, "nowhere.jsonl")
+    assert f"error: {options[-1]} nowhere.jsonl: no such file" in output
 
 
 def test_generate_streams_what_the_runtime_writes(target_folder, drafter_folder):

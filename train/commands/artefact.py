@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import tempfile
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,10 +14,11 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from draftsmith.inference.flags import flag_name
 from draftsmith.inference.spec_decode.proposers.methods import TRAINING_FREE
 from draftsmith.speculators.errors import CheckpointError, ConfigError, DataError, HubError
 from draftsmith.speculators.hub import repository_id
-from draftsmith.train.commands.options import AsJson, Model, TargetLayers
+from draftsmith.train.commands.options import AsJson, Model, TargetLayers, command_of
 from draftsmith.train.recipe.data_sections import Dtype
 
 if TYPE_CHECKING:
@@ -24,48 +26,69 @@ if TYPE_CHECKING:
     from draftsmith.speculators.export.serving_commands import ServingCommand
     from draftsmith.train.pipeline.quantise_stage import AcceptanceChange
 
+MAX_LOSS = 0.02  # share of acceptance that --quantize may cost
 
-def export(
+
+@dataclass(frozen=True)
+class ExportOptions:
+    """What `draftsmith export` takes."""
+
     source: Annotated[
         Path,
         typer.Argument(metavar="SOURCE", help="A run's folder, or the folder or id of a drafter."),
-    ],
+    ]
     out: Annotated[
         Path, typer.Argument(metavar="OUT", help="The folder to write; what it held is replaced.")
-    ],
-    dtype: Annotated[Dtype, typer.Option(help="auto: the recipe's or the drafter's.")] = "auto",
-    format: Annotated[str, typer.Option(help="vllm, speculators, sglang, transformers.")] = "vllm",
-    model: Model = "",
-    target_layers: TargetLayers = None,
+    ]
+    dtype: Annotated[
+        Dtype | None,
+        typer.Option(
+            help="Precision of its tensors; default: auto, the recipe's or the drafter's."
+        ),
+    ] = None
+    format: Annotated[
+        str, typer.Option(help="vllm (default), speculators, sglang, transformers.")
+    ] = ""
+    model: Model = ""
+    target_layers: TargetLayers = None
     into: Annotated[
         Path | None,
         typer.Option(help="A target's folder: OUT is its copy with the MTP module of SOURCE."),
-    ] = None,
-    quantize: Annotated[str, typer.Option(help="int8: weights of one byte (docs/serve.md).")] = "",
+    ] = None
+    quantize: Annotated[str, typer.Option(help="int8: weights of one byte (docs/serve.md).")] = ""
     max_acceptance_loss: Annotated[
-        float,
-        typer.Option(min=0, max=1, help="With --quantize: the share of acceptance it may cost."),
-    ] = 0.02,
+        float | None,
+        typer.Option(
+            min=0,
+            max=1,
+            help="With --quantize: the share of acceptance it may cost; default: 0.02.",
+        ),
+    ] = None
     prompts: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="With --quantize: held-out prompts; a run has its own."),
-    ] = None,
-) -> None:
+    ] = None
+
+
+def run_export(options: ExportOptions) -> None:
     """Write a drafter as a folder that engines load. It is the best checkpoint of a run, or a
     drafter that is converted to another format."""
     from draftsmith.speculators.export import read_drafter_config, read_fields
     from draftsmith.speculators.export.convert import convert, write_back
+    from draftsmith.speculators.export.formats import NATIVE
     from draftsmith.train.pipeline.export_stage import reexport
 
+    _refuse_unused(options)
     console = Console()
-    if quantize:
-        if into is not None or format != "vllm":
-            raise ConfigError("goes with neither --into nor another --format", where="--quantize")
-        change = _quantise(source, out, quantize, max_acceptance_loss, prompts, model, dtype)
-        console.print(f"{out}: {source} in {quantize}; {change}", highlight=False)
-    elif into is not None:
-        write_back(_drafter_of(source), into, out)
-        console.print(f"{out}: {into} with the module of {source}", highlight=False)
+    source, out = options.source, options.out
+    dtype = options.dtype or "auto"
+    format = options.format or NATIVE
+    if options.quantize:
+        change = _quantise(options)
+        console.print(f"{out}: {source} in {options.quantize}; {change}", highlight=False)
+    elif options.into is not None:
+        write_back(_drafter_of(source), options.into, out)
+        console.print(f"{out}: {options.into} with the module of {source}", highlight=False)
         return
     elif _is_export(source):
         convert(
@@ -73,16 +96,52 @@ def export(
             out,
             format=format,
             dtype=dtype,
-            provenance={"target": {"name_or_path": model}} if model else {},
-            num_target_layers=target_layers,
+            provenance=_named_target(options.model),
+            num_target_layers=options.target_layers,
         )
         console.print(f"{out}: {source} in the format {format}", highlight=False)
     else:
-        _, step = reexport(source, out, dtype=dtype, format=format)
+        _, step = reexport(source, out, dtype=dtype, format=format, model=options.model)
         console.print(f"{out}: the drafter of step {step}", highlight=False)
-    config = read_drafter_config(out, target_layers)
+    config = read_drafter_config(out, options.target_layers)
     fields = read_fields(out)
-    _print_commands(console, _commands(config, fields, str(out), model))
+    _print_commands(console, _commands(config, fields, str(out), options.model))
+
+
+def _refuse_unused(options: ExportOptions) -> None:
+    """ConfigError for an option that this export would not use."""
+    from draftsmith.speculators.export.formats import NATIVE
+    from draftsmith.train.recipe.recipe import EXPORT
+
+    is_run = not _is_export(options.source)
+    unused: dict[str, str] = {}  # option -> what it is for, and what to do
+    if options.quantize:
+        if options.into is not None or options.format not in ("", NATIVE):
+            raise ConfigError("goes with neither --into nor another --format", where="--quantize")
+        unused["target_layers"] = "the target that judges the loss has them; leave it out"
+        if is_run:
+            unused["prompts"] = (
+                f"a run is held to its own; give {options.source / EXPORT} in place of"
+                f" {options.source} for others"
+            )
+    else:
+        loss = "for the loss of --quantize, and nothing is quantised; give that, or leave it out"
+        unused |= {"prompts": loss, "max_acceptance_loss": loss}
+    if options.into is not None:
+        copied = "--into copies the target's folder as it is; leave one of the two out"
+        unused |= dict.fromkeys(("dtype", "format", "model", "target_layers"), copied)
+    elif is_run:
+        unused["target_layers"] = (
+            "for a drafter that does not say which layers it taps; a run's does, leave it out"
+        )
+    for name, reason in unused.items():
+        if getattr(options, name) not in (None, ""):
+            raise ConfigError(reason, where=flag_name(name))
+
+
+def _named_target(model: str) -> dict[str, Any]:
+    """What an export says of the target that --model names."""
+    return {"target": {"name_or_path": model}} if model else {}
 
 
 def _drafter_of(source: Path) -> Path:
@@ -98,10 +157,7 @@ def _is_export(source: Path) -> bool:
     return (source / "config.json").is_file() or bool(repository_id(str(source)))
 
 
-def _quantise(
-    source: Path, out: Path, scheme: Any, max_loss: float, prompts: Path | None, *given: str
-) -> AcceptanceChange:
-    """`given`: --model and --dtype."""
+def _quantise(options: ExportOptions) -> AcceptanceChange:
     from draftsmith.speculators.export import read_fields
     from draftsmith.speculators.export.quantisation import (
         check_scheme,
@@ -110,17 +166,23 @@ def _quantise(
     )
     from draftsmith.train.pipeline.quantise_stage import HeldOut, quantise_export, quantise_run
 
-    model, dtype = given
+    source, out, model = options.source, options.out, options.model
+    dtype = options.dtype or "auto"
+    max_loss = MAX_LOSS if options.max_acceptance_loss is None else options.max_acceptance_loss
+    scheme: Any = options.quantize
     check_scheme(scheme, "--quantize")
     if _is_export(source):
         require_plain(split_quantisation(read_fields(source))[1], "--quantize")
-        held_out = HeldOut.for_export(source, model, prompts)
-        named = {"target": {"name_or_path": model}} if model else {}
+        held_out = HeldOut.for_export(source, model, options.prompts)
+        named = _named_target(model)
         return quantise_export(
             source, out, held_out, scheme, max_loss, dtype=dtype, provenance=named
         )
     with tempfile.TemporaryDirectory(prefix="draftsmith-quantise-") as scratch:
-        return quantise_run(source, out, Path(scratch), scheme, max_loss, dtype=dtype)
+        return quantise_run(source, out, Path(scratch), scheme, max_loss, dtype=dtype, model=model)
+
+
+export = command_of("export", ExportOptions, run_export)
 
 
 def inspect(
@@ -143,9 +205,12 @@ def inspect(
     """Show what a drafter is, and its faults. Each fault comes with what the engines do about it;
     with --model the drafter is also compared with that target. Exit code 1: there are faults."""
     from draftsmith.speculators.export.inspection import inspect_folder
+    from draftsmith.speculators.export.layouts.base import minor
 
+    if vllm_version is not None:
+        minor(vllm_version)  # what is no version is refused before the work
     if drafter in TRAINING_FREE and not Path(drafter).is_dir():
-        _inspect_method(drafter, model, as_json)
+        _inspect_method(drafter, model, vllm_version, as_json)
         return
     if Path(drafter).is_dir():
         drafter = str(_drafter_of(Path(drafter)))
@@ -246,13 +311,13 @@ def _note(text: str) -> None:
     Console(stderr=True, soft_wrap=True).print(Text(f"note: {text}", style="yellow"))
 
 
-def _inspect_method(method: str, model: str, as_json: bool) -> None:
+def _inspect_method(method: str, model: str, vllm_version: str | None, as_json: bool) -> None:
     """How to serve a method that has no folder."""
     from draftsmith.inference.entrypoints.speculative_config import parse_speculative_config
     from draftsmith.speculators.export.serving_commands import serving
 
     options = parse_speculative_config({"method": method})
-    commands = serving(method, target=model, training_free=options)
+    commands = serving(method, target=model, training_free=options, vllm_version=vllm_version)
     if as_json:
         data = {"method": method, "serving": [vars(command) for command in commands]}
         typer.echo(json.dumps(data, indent=2))
@@ -306,9 +371,10 @@ def _facts(result: Inspection) -> dict[str, Any]:
 def _print(
     console: Console, result: Inspection, commands: list[ServingCommand], tensors: bool
 ) -> None:
-    from rich.table import Table
+    from rich.table import Column, Table
 
-    table = Table(box=None, pad_edge=False, show_header=False)
+    table = Table("name", Column("value", overflow="fold"), box=None, pad_edge=False)
+    table.show_header = False
     for name, value in _facts(result).items():
         if value not in (None, "", [], {}):
             table.add_row(name.replace("_", " "), Text(str(value)))

@@ -35,7 +35,7 @@ from draftsmith.train.data.prepare import run_tokenizer
 from draftsmith.train.pipeline.adapted_target import named_adapted_target
 from draftsmith.train.pipeline.drafter_stage import meet_tokenizers
 from draftsmith.train.recipe.drafter_config import drafter_config
-from draftsmith.train.recipe.load import load_recipe
+from draftsmith.train.recipe.load import load_recipe, override_text
 from draftsmith.train.recipe.recipe import EXPORT, RECIPE, TARGET, Recipe
 from draftsmith.train.regeneration.store import Response, summary
 from draftsmith.train.trainer import checkpoint
@@ -98,16 +98,38 @@ def is_refreshed(recipe: Recipe) -> bool:
     return described.get("recipe") == refreshed_name(recipe)
 
 
+def recipe_of(run_dir: Path, model: str = "") -> Recipe:
+    """The recipe of a run, whose folder may have been moved. `model`: the folder or id of its
+    target now, in place of the recipe's.
+
+    CheckpointError: there is no run. ConfigError: `model` for a target that the run has written."""
+    if not (run_dir / RECIPE).is_file():
+        raise CheckpointError(
+            f"neither a run's folder, which has {RECIPE}, nor a drafter's, which has config.json;"
+            " give one of them",
+            where=f"{run_dir}",
+        )
+    overrides = []
+    if model:
+        named = {"target.model": model, "target.revision": None}
+        overrides = [override_text(key, value) for key, value in named.items()]
+    recipe = load_recipe(run_dir / RECIPE, overrides)
+    if model and recipe.target.adapter is not None:
+        raise ConfigError(
+            f"the target is {run_dir / TARGET}, with the run's adapter; leave the option out",
+            where=f"--model {model}",
+        )
+    return named_adapted_target(recipe.model_copy(update={"output_dir": str(run_dir)}))
+
+
 def reexport(
-    run_dir: Path, out: Path, *, dtype: str = "auto", format: str = "vllm"
+    run_dir: Path, out: Path, *, dtype: str = "auto", format: str = "vllm", model: str = ""
 ) -> tuple[Path, int]:
     """Writes the run's best weights (the newest without held-out evaluation) to `out`; returns it
-    and their step. Of the target only config.json is read. ConfigError for an `out` whose contents
-    may not go."""
+    and their step. Of the target only config.json and the tokenizer are read. `model`: as of
+    `recipe_of`, whose errors come too. ConfigError for an `out` whose contents may not go."""
     check_replaceable(out, run_dir)
-    recipe = load_recipe(run_dir / RECIPE)
-    # the folder may have been moved
-    recipe = named_adapted_target(recipe.model_copy(update={"output_dir": str(run_dir)}))
+    recipe = recipe_of(run_dir, model)
     if is_refreshed(recipe):
         raise ConfigError(
             f"{run_dir / EXPORT} is the head of a refresh, which the run's checkpoints do not hold;"

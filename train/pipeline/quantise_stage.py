@@ -28,11 +28,9 @@ from draftsmith.speculators.export.convert import convert
 from draftsmith.speculators.export.quantisation import check_scheme
 from draftsmith.speculators.target.frozen_target import FrozenTarget
 from draftsmith.train.pipeline.acceptance_stage import settings_of, workloads
-from draftsmith.train.pipeline.adapted_target import named_adapted_target
 from draftsmith.train.pipeline.evaluate_again import prompts_of_file
-from draftsmith.train.pipeline.export_stage import reexport
-from draftsmith.train.recipe.load import load_recipe
-from draftsmith.train.recipe.recipe import RECIPE, TARGET
+from draftsmith.train.pipeline.export_stage import recipe_of, reexport
+from draftsmith.train.recipe.recipe import TARGET
 from draftsmith.train.recipe.sections import TargetSection
 
 QUANTIZE = "--quantize"
@@ -101,13 +99,14 @@ def quantise_run(
     max_loss: float,
     *,
     dtype: str = "auto",
+    model: str = "",
 ) -> AcceptanceChange:
     """As `quantise_export`, of a run's best weights, held to the prompts of its recipe's evaluation
-    (without any: its validation data). `scratch`: an empty folder."""
+    (without any: its validation data). `scratch`: an empty folder. `model`: the target's folder or
+    id now, in place of the recipe's."""
     check_scheme(scheme, QUANTIZE)
     check_replaceable(out, run_dir)
-    recipe = load_recipe(run_dir / RECIPE)
-    recipe = named_adapted_target(recipe.model_copy(update={"output_dir": str(run_dir)}))
+    recipe = recipe_of(run_dir, model)
     settings = settings_of(recipe)
     chosen = workloads(recipe, settings, folder=run_dir)
     prompts = [prompt for group in chosen.values() for prompt in group]
@@ -118,12 +117,12 @@ def quantise_run(
             where=QUANTIZE,
         )
     source = {**recipe.target.source, "dtype": recipe.target.dtype}
-    model = recipe.target.model
+    judge = recipe.target.model
     if recipe.joint:  # the target that was trained with it
-        model = str(run_dir / TARGET)
+        judge = str(run_dir / TARGET)
         source["revision"] = None
-    held_out = HeldOut(model, prompts, settings, source)
-    plain, _ = reexport(run_dir, scratch / "plain", dtype=dtype)
+    held_out = HeldOut(judge, prompts, settings, source)
+    plain, _ = reexport(run_dir, scratch / "plain", dtype=dtype, model=model)
     return quantise_export(plain, out, held_out, scheme, max_loss)
 
 

@@ -35,6 +35,7 @@ class MethodOptions(BaseModel):
     vllm               options of vLLM's speculative_config beside method and number; None: vLLM
                        has no such method
     vllm_note          a remark on, or the reason for, the above
+    vllm_notes_since   further remarks, each by the first vLLM of which it is true
     sglang_algorithm   SGLang's name of the method; None: it has none
     sglang_note        a remark on it
     """
@@ -46,6 +47,7 @@ class MethodOptions(BaseModel):
     measured: ClassVar[dict[str, Any]] = {}
     vllm: ClassVar[dict[str, Any] | None] = None
     vllm_note: ClassVar[str] = ""
+    vllm_notes_since: ClassVar[dict[str, str]] = {}
     sglang_algorithm: ClassVar[str | None] = None
     sglang_note: ClassVar[str] = ""
 

@@ -140,13 +140,6 @@ class Layout:
 
     def dropped(self, version: str | None) -> str:
         """Why vLLM `version` (such as 0.33.0; None: any) serves it no more; empty: it does."""
-
-        def minor(text: str) -> tuple[int, ...]:
-            try:
-                return Version(text).release[:2]
-            except InvalidVersion:
-                raise ConfigError(f"vLLM {text!r}; expected a version such as 0.33") from None
-
         if not (version and self.last_vllm) or minor(version) <= minor(self.last_vllm):
             return ""
         return (
@@ -329,6 +322,14 @@ class Layout:
 # Kinds of attention in `layer_types`.
 FULL = "full_attention"
 SLIDING = "sliding_attention"
+
+
+def minor(version: str) -> tuple[int, ...]:
+    """The minor version of a vLLM: 0.33.1 -> (0, 33). ConfigError for what is no version."""
+    try:
+        return Version(version).release[:2]
+    except InvalidVersion:
+        raise ConfigError("expected a version such as 0.33", where=f"vLLM {version!r}") from None
 
 
 def window_of(fields: Mapping[str, Any], where: str) -> int | None:

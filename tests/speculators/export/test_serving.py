@@ -62,6 +62,14 @@ def test_training_free_methods(method) -> None:
     assert (by_engine["SGLang"].options is not None) == (method == "ngram")
 
 
+@pytest.mark.parametrize("version, said", [("0.32.1", False), ("0.33", True), (None, True)])
+def test_serving_suffix_says_which_vllm_has_a_runner_without_it(version, said) -> None:
+    own = parse_speculative_config({"method": "suffix"})
+    vllm = serving("suffix", training_free=own, vllm_version=version)[0]
+    assert vllm.command and "arctic-inference" in vllm.note
+    assert ("V2 runner" in vllm.note) == said
+
+
 def test_a_folder_in_another_engines_format_is_not_offered(ways) -> None:
     native, sglang = ways("eagle3"), ways("eagle3", format="sglang")
     assert native["vLLM"].options and "--format sglang" in native["SGLang"].note
