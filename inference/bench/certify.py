@@ -139,7 +139,8 @@ def _scope(parts: Sequence[Part], max_tokens: int, samples: int) -> dict[str, li
     not_tested = [
         f"greedy tokens after the first {max_tokens} of a text",
         sampled if samples else "samples",
-        "other temperatures and other sampling parameters than the server's defaults",
+        "other temperatures, and sampling parameters that change the distribution, such as"
+        " top_p, top_k, min_p and penalties, the server's defaults among them",
         "other prompts, and more requests at a time",
         "counters that other clients' requests raised, or that are wrong",
     ]
@@ -287,7 +288,7 @@ async def _leading_after(
     missing = sorted(beginnings - known.keys())
     asked = await asyncio.gather(
         *(
-            baseline.complete([*prompt, *beginning], 1, leading=SCORED, temperature=1, top_p=1)
+            baseline.complete([*prompt, *beginning], 1, leading=SCORED, temperature=1)
             for beginning in missing
         )
     )

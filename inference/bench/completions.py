@@ -25,6 +25,16 @@ NO_IDS = (
     " token does not say which one it is: certify needs `return_token_ids`, and of the baseline"
     " `return_tokens_as_token_ids` too. vLLM and draftsmith serve have both"
 )
+# Sampling parameters that change nothing, under vLLM's names. A server takes what a request leaves
+# out from the model's generation_config.json, or from its flags, and another may not.
+NEUTRAL = {
+    "top_p": 1,
+    "top_k": 0,
+    "min_p": 0,
+    "presence_penalty": 0,
+    "frequency_penalty": 0,
+    "repetition_penalty": 1,
+}
 
 PromptInput = str | list[int]  # a text, or its token ids
 
@@ -85,9 +95,10 @@ class Completions:
         self, prompt: PromptInput, max_tokens: int, *, leading: int = 0, **fields: Any
     ) -> Completion:
         """The text of one request. `leading`: most probable tokens whose log-probabilities are
-        asked for. `fields`: more of the request's body. DraftsmithError as of the class."""
+        asked for. `fields`: more of the request's body, in place of NEUTRAL ones too.
+        DraftsmithError as of the class."""
         body = {"model": await self.model(), "prompt": prompt, "max_tokens": max_tokens}
-        body |= {"return_token_ids": True, **fields}
+        body |= {**NEUTRAL, "return_token_ids": True, **fields}
         if leading:
             body |= {"logprobs": leading, "return_tokens_as_token_ids": True}
         async with self._slots:
@@ -141,7 +152,7 @@ class Completions:
     ) -> list[Completion]:
         """A text at temperature 1 for each seed."""
         requests = (
-            self.complete(prompt, max_tokens, leading=leading, temperature=1, top_p=1, seed=seed)
+            self.complete(prompt, max_tokens, leading=leading, temperature=1, seed=seed)
             for seed in seeds
         )
         return await asyncio.gather(*requests)

@@ -13,7 +13,9 @@ import torch
 from typer.testing import CliRunner
 
 from draftsmith.inference.bench.certify import Completions, certify
+from draftsmith.inference.bench.completions import NEUTRAL
 from draftsmith.inference.engine import engine
+from draftsmith.inference.server.serve_options import SAMPLING_FIELDS
 from draftsmith.speculators.errors import ConfigError, DraftsmithError
 from draftsmith.train.cli import app
 from tests.support.completion_server import CHAIN, ChainServer
@@ -37,6 +39,10 @@ def call(*arguments: object) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
+# what `serve` takes from a generation_config.json, and a baseline in this process does not
+OF_THE_MODEL = {"repetition_penalty": 1.5, "top_k": 3, "top_p": 0.5, "presence_penalty": 1.0}
+
+
 @pytest.fixture
 def servers(serving, tiny_model, tmp_path):
     """`servers(kind)`: the options of a certification of a server that drafts by `kind`. `saved`:
@@ -49,7 +55,8 @@ def servers(serving, tiny_model, tmp_path):
         with torch.no_grad():
             model.lm_head.weight.mul_(3.0)  # few likely tokens, as in a trained model
         options = {"tokenizer": decoder}
-        url, folder = serving(drafting_llm(kind, model, **options)), tmp_path / "model"
+        url = serving(drafting_llm(kind, model, **options), sampling_defaults=OF_THE_MODEL)
+        folder = tmp_path / "model"
         for part in (model, decoder) if saved else ():
             part.save_pretrained(folder)
         baseline = folder if saved else serving(drafting_llm("off", model, **options))
@@ -134,6 +141,14 @@ def test_completions_tell_of_each_that_has_ended():
     server = Completions(ChainServer().client(), 4, lambda: ended.append(1))
     asyncio.run(server.complete("ab", 2, temperature=0))
     assert ended == [1]
+
+
+def test_certify_asks_for_neutral_sampling_parameters():
+    """Also where ties are judged and samples scored, whatever the defaults of either server."""
+    server, baseline = ChainServer((0, 1), greedy=SECOND), ChainServer(noise=1.1 * GAP)
+    assert certificate(server, baseline, 9)["greedy"]["ties"] > 0
+    for body in [*server.bodies, *baseline.bodies]:
+        assert body.keys() >= set(SAMPLING_FIELDS) and body.items() >= NEUTRAL.items()
 
 
 def test_certify_without_drafts_at_a_temperature_is_undecided_there():
