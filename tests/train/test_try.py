@@ -8,12 +8,17 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from draftsmith.speculators.errors import ConfigError
+from draftsmith.speculators.errors import ConfigError, DataError
 from draftsmith.train.cli import app
 from draftsmith.train.commands.try_methods import _methods, _vocabulary
 from draftsmith.train.data.prepare import bad_rows
 from draftsmith.train.pipeline import evaluate_again
-from draftsmith.train.pipeline.evaluate_again import BUILT_IN, _recipe, evaluate_folders
+from draftsmith.train.pipeline.evaluate_again import (
+    BUILT_IN,
+    _recipe,
+    evaluate_folders,
+    prompts_of_file,
+)
 from tests.support.errors import raises_at
 from tests.support.tokenizers import chat_bytes
 
@@ -44,6 +49,12 @@ def test_evaluation_asks_for_prompts_where_the_default_ones_are_not(tmp_path, mo
     monkeypatch.setattr(evaluate_again, "HELD_OUT", tmp_path / "test.jsonl.gz")
     with raises_at(ConfigError, "--prompts"):
         evaluate_folders("target", "head", None, tmp_path, [0.0])
+
+
+def test_prompts_of_file_that_leave_no_room_name_the_option(target_folder, tmp_path):
+    (tmp_path / "p.jsonl").write_text('{"prompt": "one"}\n')
+    with raises_at(DataError, "--max-tokens"):
+        prompts_of_file(str(target_folder), tmp_path / "p.jsonl", 1, 10**6)
 
 
 def test_drafter_is_given_once():

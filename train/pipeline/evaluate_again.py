@@ -5,7 +5,8 @@ through `draftsmith.train.pipeline.acceptance_stage`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from pydantic import ValidationError
 
 from draftsmith.inference.flags import flag_name
 from draftsmith.inference.progress import Stages
-from draftsmith.speculators.errors import CheckpointError, ConfigError
+from draftsmith.speculators.errors import CheckpointError, ConfigError, DataError
 from draftsmith.speculators.export import read_drafter_config
 from draftsmith.train.data.sources import errors_of_option
 from draftsmith.train.pipeline.acceptance_stage import (
@@ -90,7 +91,7 @@ def evaluate_folders(
     recipe = _recipe(model, data, keys, out, dtype)
     stages = Stages()
     names = {"target_name": model}
-    with errors_of_option("--prompts", prompts or HELD_OUT):
+    with _errors_of_options(prompts or HELD_OUT):
         report = measure(recipe, drafter, stages, engines, method=method, provenance=names)
     write_report(report, out, stages)
     return out / PAGE
@@ -98,13 +99,28 @@ def evaluate_folders(
 
 def prompts_of_file(model: str, file: Path, count: int, max_tokens: int) -> list[list[int]]:
     """Token ids of prompts of a JSONL file as `model` is asked them: `count` of each workload. What
-    is left out is said on standard error. DataError names the option --prompts."""
+    is left out is said on standard error. DataError names the option."""
     sources = [{"path": str(file)}]
     keys = {"prompts": sources, "prompts_per_workload": count, "max_tokens": max_tokens}
     recipe = _recipe(model, {"train": sources}, keys, Path("runs/try"))
-    with errors_of_option("--prompts", file):
+    with _errors_of_options(file):
         chosen = workloads(recipe, settings_of(recipe))
     return [prompt for prompts in chosen.values() for prompt in prompts]
+
+
+@contextmanager
+def _errors_of_options(prompts: str | Path) -> Iterator[None]:
+    """Names the option that a DataError comes from: --prompts, or that of a key of the recipe which
+    stands for the options."""
+    try:
+        with errors_of_option("--prompts", prompts):
+            yield
+    except DataError as error:
+        key = error.where or ""
+        if not key.startswith("evaluation."):
+            raise
+        message = str(error).removeprefix(f"{key}: ")
+        raise DataError(message, where=_option_name(key.split("."))) from error
 
 
 def _recipe(
