@@ -177,16 +177,21 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
 
 def _tools(tools: Any) -> tuple[dict[str, Any], ...]:
     if isinstance(tools, str):  # data sets whose columns hold no free-form schemas
-        tools = _from_json(tools or "[]", "tools")
-    tools = _clean(tools or [])
+        tools = _from_json(tools or "[]", "tools") or []
+    else:
+        tools = _clean(tools or [])
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise ValueError(f"expected tools to be a list of JSON schemas, got {_quote(tools)}")
     return tuple(tools)
 
 
 def _from_json(text: str, what: str) -> Any:
+    """Its nulls stay, as a server hands them to the template; those of a column may be of Arrow,
+    which fills up what a row has not."""
     try:
-        return _clean(json.loads(text))
+        value = json.loads(text)
+        _clean(value)
+        return value
     except json.JSONDecodeError as error:
         raise ValueError(f"{what} are not JSON: {error}") from None
 

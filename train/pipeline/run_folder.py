@@ -5,6 +5,8 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
+import shutil
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -17,8 +19,11 @@ from accelerate import Accelerator
 from draftsmith.inference.whole_file import check_writable, remove_scratch
 from draftsmith.speculators.errors import ConfigError
 from draftsmith.train.processes import on_first
+from draftsmith.train.recipe.recipe import EXPORT, TARGET
 
 LOCK = "run.lock"  # names the process that writes into the folder
+# What `fresh_folder` calls an export, or a trained target, that is being written.
+TORN = re.compile(rf"\.({EXPORT}(-\w+)?|{TARGET})-[a-z0-9_]{{8}}")
 SAME_START = 2.0  # seconds that two readings of the start of one process may differ by
 
 
@@ -44,6 +49,9 @@ def _claim(folder: Path) -> None:
             raise ConfigError(_refusal(lock, holder), where=f"output_dir {folder}")
         _write(descriptor, _this_process())
     remove_scratch(folder)
+    for torn in folder.glob(".*"):
+        if TORN.fullmatch(torn.name):
+            shutil.rmtree(torn, ignore_errors=True)
 
 
 def _release(folder: Path) -> None:

@@ -42,6 +42,7 @@ class TrainState:
     tenths: int = 0  # of the budget, at the newest evaluation or checkpoint
     skipped: int = 0  # steps whose gradients were not finite
     skipped_in_a_row: int = 0  # the newest of them
+    rows_per_step: int = 0  # over all processes; 0 in checkpoints that do not say
     history: list[dict[str, Any]] = field(default_factory=list)
     fingerprint: str = ""  # of the recipe's sections that shape training, the target and the rows
     recipe_fingerprint: str = ""  # of these sections alone; empty in checkpoints of 1.0
@@ -285,9 +286,13 @@ def recipe_fingerprint(recipe: Recipe) -> str:
     return fingerprint(recipe, "", "", "")
 
 
-def new_state(recipe: Recipe, fingerprint: str) -> TrainState:
+def new_state(recipe: Recipe, fingerprint: str, rows_per_step: int) -> TrainState:
     """The state of a training that begins."""
-    return TrainState(fingerprint=fingerprint, recipe_fingerprint=recipe_fingerprint(recipe))
+    return TrainState(
+        fingerprint=fingerprint,
+        recipe_fingerprint=recipe_fingerprint(recipe),
+        rows_per_step=rows_per_step,
+    )
 
 
 def hash_rows(rows: Iterable[PackedRow], prompts: Iterable[Sequence[int]] = ()) -> str:

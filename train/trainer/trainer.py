@@ -26,7 +26,7 @@ from torch import Tensor
 from draftsmith.inference.progress import Advance, unwatched
 from draftsmith.speculators import kernels
 from draftsmith.speculators.drafter import Drafter, DraftStep, host_batch
-from draftsmith.speculators.errors import ConfigError, DraftsmithError
+from draftsmith.speculators.errors import CheckpointError, ConfigError, DraftsmithError
 from draftsmith.speculators.precision import on_host, to_device
 from draftsmith.speculators.target.frozen_target import TargetFeatures
 from draftsmith.speculators.target.target_head import TargetHead
@@ -63,6 +63,7 @@ EXPECTED = "expected_acceptance_length"
 ERROR = "expected_standard_error"
 CROSS_ENTROPY: Loss = {"cross_entropy": 1.0}
 MAX_SKIPPED = 3  # steps in a row whose gradients are not finite, before a run stops
+SAME_REQUEST = 2.0  # seconds in which a launcher passes on a signal that came already
 Evaluate = Callable[[Drafter], dict[str, float]]  # of which EXPECTED decides the best
 
 
@@ -174,9 +175,9 @@ class Trainer:
         depths = min(recipe.drafter.unroll_steps, drafter.max_depth or recipe.drafter.unroll_steps)
         self.position = PositionWeights.parse(recipe.position_weights)
         self.depth_weights = self.position.of_depths(depths).to(accelerator.device)  # [K]
-        self.state = checkpoint.new_state(recipe, fingerprint)
+        self.state = checkpoint.new_state(recipe, fingerprint, self.step_rows.rows_per_step)
         self.order = Shuffled([t.seed], len(features.rows))
-        self.stop_signal: int | None = None
+        self.stop_asked: float | None = None  # when a signal asked for it
         self.telemetry = Telemetry(accelerator.device)
         self.unread: list[Unread] = []
         self.chunk_size: int | None = None  # of the objective; None: by device and vocabulary
@@ -247,7 +248,11 @@ class Trainer:
 
         def read() -> checkpoint.TrainState | None:
             newest = checkpoint.latest(self.folder)
-            return None if newest is None else checkpoint.load(newest, self.fingerprint)
+            if newest is None:
+                return None
+            state = checkpoint.load(newest, self.fingerprint)
+            self._require_rows(state, newest)
+            return state
 
         self.saved_at = time.monotonic()
         state = on_first(self.accelerator, read)
@@ -271,6 +276,19 @@ class Trainer:
             state.best_value = None
             state.best_step = 0
             state.measure = ""
+
+    def _require_rows(self, state: checkpoint.TrainState, folder: Path) -> None:
+        """CheckpointError where steps had other rows: the same number of them would be another
+        share of the data. Before this was written down it is not known."""
+        rows = self.step_rows.rows_per_step
+        if state.rows_per_step not in (0, rows):
+            raise CheckpointError(
+                f"its steps had {state.rows_per_step} rows, and have {rows} with"
+                f" {self.accelerator.num_processes} processes; start as many as before. A run with"
+                " training.global_batch_size goes on with any number",
+                where=f"{folder}",
+            )
+        state.rows_per_step = rows
 
     def load_best(self) -> None:
         """Fills the drafter with the weights of the best held-out evaluation, which the first
@@ -299,7 +317,7 @@ class Trainer:
         seconds = time.monotonic() - self.step_began
         if seconds < LONG_STEP:
             return
-        if self.stop_signal is not None:
+        if self.stop_asked is not None:
             work += "; the run stops after this step, and without it if asked again"
         self.advance(self.share, f"step {self.state.step + 1}, {work}")
         minutes = self.recipe.training.max_minutes
@@ -573,9 +591,11 @@ class Trainer:
         return self.accelerator.reduce(tensor.float(), "sum")
 
     def _on_signal(self, number: int, frame: Any) -> None:
-        if self.stop_signal is not None:  # a second time: now
+        now = time.monotonic()
+        if self.stop_asked is None:
+            self.stop_asked = now
+        elif now - self.stop_asked > SAME_REQUEST:  # a second time: now
             raise KeyboardInterrupt
-        self.stop_signal = number
 
     def _asked(self) -> tuple[bool, bool]:
         """(any process has received a stop signal, so that all stop after the same step; the clock
@@ -583,7 +603,7 @@ class Trainer:
         minutes = self.training.save_minutes
         late = minutes is not None and time.monotonic() - self.saved_at >= 60 * minutes
         first = self.accelerator.is_main_process
-        flags = torch.tensor([float(self.stop_signal is not None), float(first and late)])
+        flags = torch.tensor([float(self.stop_asked is not None), float(first and late)])
         if self.accelerator.num_processes > 1:
             flags = self._sum(flags).cpu()
         stopping, late = (flags > 0).tolist()

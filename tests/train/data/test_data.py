@@ -310,6 +310,18 @@ ANSWERS = [
 ]
 
 
+def test_nulls_of_json_text_stay_and_those_of_columns_are_none():
+    """Arrow fills up what a row has not; a server hands JSON as it is to the template."""
+    call = {"name": "add", "arguments": '{"a": null}', "id": None}
+    answer = {"role": "assistant", "content": None, "tool_calls": [call]}
+    asked = {"role": "user", "content": "1?"}
+    tools = '[{"function": {"name": "add", "default": null}}]'
+    example = parse_row({"messages": [asked, answer], "tools": tools}, origin="here")
+    (called,) = example.messages[1]["tool_calls"]
+    assert called["function"] == {"name": "add", "arguments": {"a": None}}
+    assert example.tools == ({"function": {"name": "add", "default": None}},)
+
+
 def test_tool_calls_and_reasoning_are_supervised_and_their_results_are_not(tokenizer):
     example = parse_row(TOOL_TALK, origin="x")
     (row,) = rows_of(tokenizer, HERMES, example)

@@ -56,10 +56,16 @@ def test_claimed_folder_is_rid_of_what_a_killed_run_had_half_written(tmp_path, m
         patch.setattr("draftsmith.inference.whole_file._remove", lambda path: None)  # as if killed
         write_whole(tmp_path / "report.html", "half")
     (torn,) = tmp_path.iterdir()
+    for name in (".export-ab_cd123", ".export-sglang-abcdefgh", ".target-abcdefgh"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").write_bytes(b"half")
+    (tmp_path / ".exports-accepted").mkdir()  # of a swap that goes on
     notes = tmp_path / ".notes.tmp"
     notes.write_text("not of a run")
     with claimed(Accelerator(cpu=True), tmp_path):
         assert not torn.exists() and notes.exists()
+        kept = {path.name for path in tmp_path.iterdir()}
+        assert kept == {LOCK, ".notes.tmp", ".exports-accepted"}
 
 
 def interrupt(*_: object) -> None:

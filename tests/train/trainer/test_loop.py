@@ -17,6 +17,7 @@ import torch
 
 from draftsmith.speculators.errors import CheckpointError, ConfigError
 from draftsmith.train.trainer import checkpoint
+from draftsmith.train.trainer import trainer as module
 from draftsmith.train.trainer.checkpoint import TrainState
 from draftsmith.train.trainer.optimizers import learning_rate
 from draftsmith.train.trainer.pace import FEW_STEPS, first_step_warning, pace_warning
@@ -54,6 +55,31 @@ def test_killed_anywhere_ends_with_the_same_weights(tiny_model, tmp_path, optimi
     assert_equal(weights(whole), weights(again))
     assert [r["step"] for r in state.history] == list(range(1, 9))
     assert [r["loss"] for r in state.history] == [r["loss"] for r in whole.state.history]
+
+
+def test_checkpoint_of_other_rows_a_step_is_refused(tiny_model, tmp_path):
+    """As of more processes: so many steps would be another share of the data."""
+    make_trainer(tiny_model, tmp_path, make_recipe(steps=1)).run()
+    again = make_trainer(tiny_model, tmp_path, make_recipe(steps=1))
+    again.step_rows.rows_per_step *= 2
+    with raises_at(CheckpointError, f"{checkpoint.step_folder(tmp_path, 1)}"):
+        again.run()
+
+
+def test_stop_signal_that_a_launcher_sends_again_is_one_request(tiny_model, tmp_path, monkeypatch):
+    trainer = make_trainer(tiny_model, tmp_path, make_recipe())
+
+    def twice(*_: object) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(Interrupted):
+        trainer.run(twice)
+    saved = checkpoint.latest(tmp_path)
+    assert saved == checkpoint.step_folder(tmp_path, trainer.state.step)
+    monkeypatch.setattr(module, "SAME_REQUEST", 0.0)
+    with pytest.raises(KeyboardInterrupt):
+        make_trainer(tiny_model, tmp_path, make_recipe()).run(twice)
 
 
 def test_accumulation_equals_one_large_batch(tiny_model, tmp_path):
