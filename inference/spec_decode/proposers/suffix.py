@@ -189,7 +189,7 @@ class SuffixOptions(MethodOptions):
     measured: ClassVar[dict[str, Any]] = {"suffix_decoding_max_cached_requests": 0}
     vllm: ClassVar[dict[str, Any] | None] = {}
     vllm_note: ClassVar[str] = "needs the package arctic-inference"
-    vllm_notes_since: ClassVar[dict[str, str]] = {"0.33": "its V2 runner has no suffix decoding"}
+    vllm_notes_since: ClassVar[dict[str, str]] = {"0.33": "the V2 runner of 0.33 has no suffix"}
 
     suffix_decoding_max_tree_depth: int = option(24, "longest pattern, a match and its draft", ge=2)
     suffix_decoding_max_cached_requests: int = option(
