@@ -147,7 +147,9 @@ class ConversationTokenizer:
             return self.tokenizer(example.prompt, verbose=False)["input_ids"]
         messages = self._messages(example)
         end = len(messages) - (messages[-1]["role"] == "assistant")
-        return self._encode(self._render(example, messages, end, prompt=True))
+        text = self._render(example, messages, end, prompt=True)
+        self._require_prompt(example, messages, range(end), text)
+        return self._encode(text)
 
     def prompt_rows(self, example: Example) -> list[TokenRow]:
         """`prompt_ids` as a row, of which nothing is supervised."""
@@ -200,6 +202,7 @@ class ConversationTokenizer:
         head_text = self._render(example, messages, index, prompt=True)
         tail_text = self._render(example, messages, index + 1, prompt=False)
         refusal = partial(_refusal, example, messages, index)
+        self._require_prompt(example, messages, _asked(messages, index), head_text)
         self._require_shown(example, messages, index, head_text, tail_text)
         head = tokens.encode(head_text)
         ids = tokens.encode(tail_text)
@@ -227,6 +230,37 @@ class ConversationTokenizer:
             raise refusal("its mask is empty: the template renders no token of it")
         end = int(np.flatnonzero(mask)[-1]) + 1
         return Turn(ids[:end], mask[:end])
+
+    def _require_prompt(
+        self, example: Example, messages: list[Message], places: range, text: str
+    ) -> None:
+        """BadRow if the prompt `text`, which ends behind `places`, leaves out one of these turns:
+        its words, or of the model's, whose thoughts and words templates may cut, its tool calls."""
+        for index in places:
+            message = messages[index]
+            if message["role"] == "assistant":
+                missing = _not_shown(_calls_alone(message), text)
+            else:
+                missing = _not_shown(message, text)
+                if missing and not self._ignores(example, messages, index, places.stop, text):
+                    missing = None
+            if missing:
+                raise _refusal(
+                    example,
+                    messages,
+                    index,
+                    f"the chat template does not show its {missing} to the model; give one that"
+                    " does as data.chat_template, or take the turn out of the data",
+                )
+
+    def _ignores(
+        self, example: Example, messages: list[Message], index: int, end: int, text: str
+    ) -> bool:
+        """Whether the prompt is the same whatever turn `index` says. A template may show its words
+        in another form: as JSON, or without a switch such as /no_think."""
+        other = {**messages[index], "content": f"{messages[index]['content']} otherwise"}
+        changed = [*messages[:index], other, *messages[index + 1 :]]
+        return self._render(example, changed, end, prompt=True) == text
 
     def _require_shown(
         self,
@@ -404,6 +438,19 @@ def _common(a: Sequence[Any], b: Sequence[Any]) -> int:
         else:
             below = middle
     return same
+
+
+def _asked(messages: Sequence[Message], index: int) -> range:
+    """The places of the turns that assistant turn `index` answers."""
+    begin = index
+    while begin and messages[begin - 1]["role"] != "assistant":
+        begin -= 1
+    return range(begin, index)
+
+
+def _calls_alone(message: Message) -> Message:
+    """A turn of the model with its tool calls and nothing else."""
+    return {"content": "", "tool_calls": message.get("tool_calls", ())}
 
 
 def _not_shown(message: Message, text: str) -> str | None:

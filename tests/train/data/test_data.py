@@ -6,6 +6,8 @@ each kept."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 import torch
@@ -333,6 +335,41 @@ def test_tool_calls_and_reasoning_are_supervised_and_their_results_are_not(token
     assert not row.loss_mask[: len(prompt)][-10:].any()
     with pytest.raises(DataError, match=r"turn 2 of 4 .*does not show its"):
         rows_of(tokenizer, CHATML, example)
+
+
+RESULTS_AS_JSON = CHATML.replace("{{ m.content }}", "{{ m.content | tojson }}")
+NO_SYSTEM = CHATML.replace(
+    "{% for m in messages %}", "{% for m in messages if m.role != 'system' %}"
+)
+NO_RESULTS = HERMES.replace("{{ m.content }}</tool_response>", "</tool_response>")
+SWITCHED = CHATML.replace("{{ m.content }}", "{{ m.content.replace('/no_think', '') }}")
+RULES = {"role": "system", "content": 'Be "brief". /no_think'}
+ASKED_BY_RULES = {"messages": [RULES, {"role": "user", "content": "why?"}]}
+
+
+@pytest.mark.parametrize(
+    ("template", "row", "refused"),
+    [
+        (NO_SYSTEM, ASKED_BY_RULES, r"turn 1 of 2 \(system: .*does not show its text"),
+        (CHATML, TOOL_TALK, "turn 2 of 4 .*does not show its tool call add"),
+        (NO_RESULTS, TOOL_TALK, r"turn 3 of 4 \(tool: '3'.*does not show its text"),
+        (HERMES, TOOL_TALK, None),
+        (RESULTS_AS_JSON, ASKED_BY_RULES, None),
+        (SWITCHED, ASKED_BY_RULES, None),
+    ],
+)
+def test_prompt_that_leaves_out_what_was_said_is_refused(tokenizer, template, row, refused):
+    example = parse_row(row, origin="x")
+    tokenised = ConversationTokenizer(tokenizer, chat_template=template)
+    with nullcontext() if refused is None else pytest.raises(DataError, match=refused):
+        tokenised.prompt_ids(example)
+
+
+def test_row_whose_prompt_leaves_out_its_system_turn_is_refused(tokenizer):
+    answered = [*ASKED_BY_RULES["messages"], {"role": "assistant", "content": "so"}]
+    example = parse_row({"messages": answered}, origin="x")
+    with pytest.raises(DataError, match=r"turn 1 of 3 \(system: .*does not show its text"):
+        rows_of(tokenizer, NO_SYSTEM, example)
 
 
 def test_tokenizer_without_template_is_refused(tokenizer):
