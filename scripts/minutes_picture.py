@@ -31,14 +31,15 @@ def trainings(results: Mapping[str, Any], peers: Mapping[str, Any]) -> list[Mapp
     name. Ours in the peer's file are there to be compared with it, and are left out, as are the
     runs of all machines but the one that has the most: minutes of two machines do not compare."""
     found = []
-    for run in of_one_machine(list(results.get("runs", {}).values())):
+    ours = of_one_machine(list(results.get("runs", {}).values()))
+    machines = {run["machine"] for run in ours}
+    for run in ours:
         computed = "" if from_disk(run) else ", states computed"
         found.append({**run, "label": f"{run['family']}, {run['variant']}{computed}"})
-    for minutes, named in peers.get("runs", {}).items():
-        if "speculators" in named:
-            found.append(
-                {**named["speculators"], "minutes": float(minutes), "label": "speculators"}
-            )
+    for budget, named in peers.get("runs", {}).items():
+        if "speculators" in named and named["disk"]["machine"] in machines:
+            minutes = float(budget.split()[0])  # behind it may stand the machine
+            found.append({**named["speculators"], "minutes": minutes, "label": "speculators"})
     return [run for run in found if JUDGES.keys() <= run["judged"].keys()]
 
 

@@ -83,7 +83,9 @@ def test_a_line_of_the_picture_goes_through_the_means_of_the_budgets_of_one_mach
     there = [run(20, 400, 2.0), run(10, 180, 1.5), run(10, 220, 1.7)]
     elsewhere = run(30, 900, 2.5) | {"machine": "B"}
     results = {"runs": dict(enumerate([elsewhere, *there]))}
-    peers = {"runs": {"10": {"speculators": run(0, 90, 1.25), "disk": run(0, 200, 1.6)}}}
+    peer = {"speculators": run(0, 90, 1.25), "disk": run(0, 200, 1.6)}
+    other = {"speculators": run(0, 900, 1.3), "disk": elsewhere}
+    peers = {"runs": {"10": peer, "10 (B)": other}}
     runs = minutes_picture.trainings(results, peers)
     assert minutes_picture.lines(runs, "tokens", "chat") == {
         "eagle3, default, states computed": [(200.0, 1.6), (400.0, 2.0)],
