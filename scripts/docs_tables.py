@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from typing import Any
 import click
 import typer
 from mkdocs.structure.files import File
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # mkdocs is started without it
 
 from draftsmith.inference.evaluation.suites import DIR, SUITES
 from draftsmith.inference.report.html import svg
