@@ -9,12 +9,10 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from draftsmith.inference.engine_options import option
 from draftsmith.inference.spec_decode.tree_shape import TreeShape
-from draftsmith.inference.spec_decode.verification.chain_rules import RULES
 from draftsmith.inference.spec_decode.verification.rejection_sampler import (
     AUTO,
     REJECTION_SAMPLE_METHODS,
-    SAMPLE_MATCH,
-    TRAVERSAL,
+    cannot_judge,
 )
 
 if TYPE_CHECKING:
@@ -117,7 +115,11 @@ class MethodOptions(BaseModel):
             raise ValueError(
                 f"rejection_sample_method {self.rejection_sample_method!r}; expected one of {known}"
             )
-        self._check_rule()
+        rule = self.rejection_sample_method
+        if self.method is not None and (
+            reason := cannot_judge(rule, chain=not self.fixed_shape, sampled=self.samples)
+        ):
+            raise ValueError(reason)
         if self.method is not None and self.num_speculative_tokens is None:
             if self.default_tokens is None:
                 raise ValueError(
@@ -137,23 +139,6 @@ class MethodOptions(BaseModel):
                 " drafts is fixed"
             )
         return self
-
-    def _check_rule(self) -> None:
-        """As `rule_for` would in the first sampled round."""
-        if self.method is None:
-            return
-        rule = self.rejection_sample_method
-        if rule == TRAVERSAL and not self.samples:
-            raise ValueError(
-                f"rejection_sample_method {rule!r} needs drafts that were sampled, and these are"
-                f" deterministic; expected {AUTO}, {SAMPLE_MATCH} or, of chains, one of"
-                f" {', '.join(RULES)}"
-            )
-        if rule in RULES and self.fixed_shape:
-            raise ValueError(
-                f"rejection_sample_method {rule!r} judges chains, and the drafts are trees;"
-                f" expected {AUTO}, {SAMPLE_MATCH} or, of sampled drafts, {TRAVERSAL}"
-            )
 
     def _check_schedule(self) -> None:
         before = 0

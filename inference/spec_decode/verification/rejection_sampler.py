@@ -47,17 +47,24 @@ def rule_for(method: str, proposal: Proposal) -> str:
             f"rejection_sample_method={method!r}; expected one of"
             f" {', '.join(REJECTION_SAMPLE_METHODS)}"
         )
+    if reason := cannot_judge(method, chain=chain, sampled=sampled or not any(proposal.counts)):
+        raise ConfigError(reason)
+    return method
+
+
+def cannot_judge(method: str, *, chain: bool, sampled: bool) -> str | None:
+    """Why the rule cannot judge such drafts, and what can; None: it can."""
     if not chain and method in RULES:
-        raise ConfigError(
+        return (
             f"rejection_sample_method={method!r} judges chains, and the drafts are trees; use"
             f" {AUTO}, {TRAVERSAL} or {SAMPLE_MATCH}"
         )
-    if not sampled and method == TRAVERSAL and any(proposal.counts):
-        raise ConfigError(
+    if not sampled and method == TRAVERSAL:
+        return (
             f"rejection_sample_method={method!r} needs drafts that were sampled, and these are"
             f" deterministic; use {AUTO} or {SAMPLE_MATCH}"
         )
-    return method
+    return None
 
 
 def verify_and_sample(
