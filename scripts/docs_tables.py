@@ -31,7 +31,7 @@ from draftsmith.train.cli import app
 from draftsmith.train.recipe.data_sections import PRESETS
 from draftsmith.train.recipe.recipe import describe_schema
 from draftsmith.train.recipe.schema import SchemaRow
-from scripts.minutes_picture import picture
+from scripts.minutes_picture import pictures
 
 VLLM_VERSIONS = ("0.32", "0.33")  # of the table of engines
 ROOT = Path(__file__).resolve().parents[1]
@@ -88,9 +88,13 @@ def _table(heads: str, rows: Iterable[Iterable[str]]) -> list[str]:
 
 
 def _minutes() -> list[str]:
-    """Acceptance of trainings against their minutes and tokens; nothing if none was measured."""
+    """Acceptance of trainings against their minutes and tokens, by machine; nothing if none was
+    measured."""
     results = _measured("minutes")
-    return [str(svg(picture(results, _measured("peers_minutes"))))] if results else []
+    if not results:
+        return []
+    drawn = [str(svg(figure)) for figure in pictures(results, _measured("peers_minutes"))]
+    return ["\n\n".join(drawn)]  # each a paragraph
 
 
 # ------------------------------------------------------------------ tables in pages

@@ -104,8 +104,33 @@ DSPARK_VARIANTS: dict[str, list[str]] = {
 PEAGLE_VARIANTS: dict[str, list[str]] = {
     "default": [],
     "gamma_2": ["position_weights={gamma: 2.0}"],
+    "taps": TAPS,
 }
-BY_FAMILY = {"eagle3": VARIANTS, "dspark": DSPARK_VARIANTS, "peagle": PEAGLE_VARIANTS}
+# Of mlp: what won for eagle3 and can be asked of it.
+MUON = ["training.optimizer=muon", "training.learning_rate=1.5e-3", "training.warmup_ratio=0.04"]
+MLP_VARIANTS: dict[str, list[str]] = {
+    "default": [],
+    "depths_2": ["drafter.unroll_steps=2"],
+    "muon": [*MUON, "training.muon_learning_rate=0.02"],
+}
+# Of draft_model; two of the target's layers are a start as near as a fitted one.
+DRAFT_MODEL_VARIANTS: dict[str, list[str]] = {
+    "default": [],
+    "muon": [*MUON, "training.muon_learning_rate=0.02"],
+    "muon_0.005": [
+        *MUON,
+        "training.muon_learning_rate=0.005",
+        "training.learning_rate=4.0e-4",
+        "training.warmup_ratio=0.1",
+    ],
+}
+BY_FAMILY = {
+    "eagle3": VARIANTS,
+    "dspark": DSPARK_VARIANTS,
+    "peagle": PEAGLE_VARIANTS,
+    "mlp": MLP_VARIANTS,
+    "draft_model": DRAFT_MODEL_VARIANTS,
+}
 # The recipe, without what follows the training.
 TRAINING_ALONE = [
     "data.validation=[]",

@@ -1,5 +1,6 @@
-"""The picture of scripts/minutes.py and of its peer: τ against the minutes and against the tokens
-of a training, a line for each variant of several budgets; docs/results.md shows it."""
+"""The pictures of scripts/minutes.py and of its peer: τ against the minutes and against the tokens
+of a training, a line for each variant of several budgets, for each machine; docs/results.md shows
+them."""
 
 from __future__ import annotations
 
@@ -25,28 +26,36 @@ ALONE = "other variants, after one budget each"
 Line = dict[str, list[tuple[float, float]]]  # (x, τ) by label, in order of x
 
 
-def trainings(results: Mapping[str, Any], peers: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The runs of both files that judge by JUDGES, each with its `label`: family and variant, and
-    where its hidden states come from if they are computed within the minutes; of the peer's, its
-    name. Ours in the peer's file are there to be compared with it, and are left out, as are the
-    runs of all machines but the one that has the most: minutes of two machines do not compare."""
-    found = []
-    ours = of_one_machine(list(results.get("runs", {}).values()))
-    machines = {run["machine"] for run in ours}
-    for run in ours:
-        computed = "" if from_disk(run) else ", states computed"
-        found.append({**run, "label": f"{run['family']}, {run['variant']}{computed}"})
-    for budget, named in peers.get("runs", {}).items():
-        if "speculators" in named and named["disk"]["machine"] in machines:
-            minutes = float(budget.split()[0])  # behind it may stand the machine
-            found.append({**named["speculators"], "minutes": minutes, "label": "speculators"})
-    return [run for run in found if JUDGES.keys() <= run["judged"].keys()]
-
-
-def of_one_machine(runs: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The runs of the machine that has the most; of equals, of the first."""
+def machines(results: Mapping[str, Any]) -> list[str]:
+    """The machines whose minutes are drawn, the one of most runs first: minutes and texts of two
+    do not compare. A machine all of whose trainings have one budget has no line to draw."""
+    runs = results.get("runs", {}).values()
     counts = Counter(run["machine"] for run in runs)
-    return [run for run in runs if run["machine"] == counts.most_common(1)[0][0]]
+    several = {(run["machine"], label(run), run["minutes"]) for run in runs}
+    budgets = Counter((machine, name) for machine, name, _ in several)
+    drawn = {machine for (machine, _), count in budgets.items() if count > 1}
+    return [machine for machine, _ in counts.most_common() if machine in drawn]
+
+
+def label(run: Mapping[str, Any]) -> str:
+    """Of one of our runs: family and variant, and where its hidden states come from if they are
+    computed within the minutes."""
+    computed = "" if from_disk(run) else ", states computed"
+    return f"{run['family']}, {run['variant']}{computed}"
+
+
+def trainings(
+    results: Mapping[str, Any], peers: Mapping[str, Any], machine: str
+) -> list[Mapping[str, Any]]:
+    """The runs of a machine in both files that judge by JUDGES, each with its `label`; of the
+    peer's, its name. Ours in the peer's file are there to be compared with it, and are left out."""
+    ours = [run for run in results["runs"].values() if run["machine"] == machine]
+    drawn = [{**run, "label": label(run)} for run in ours]
+    for budget, named in peers.get("runs", {}).items():
+        if "speculators" in named and named["disk"]["machine"] == machine:
+            minutes = float(budget.split()[0])  # behind it may stand the machine
+            drawn.append({**named["speculators"], "minutes": minutes, "label": "speculators"})
+    return [run for run in drawn if JUDGES.keys() <= run["judged"].keys()]
 
 
 def lines(runs: Sequence[Mapping[str, Any]], x: str, judge: str) -> Line:
@@ -67,16 +76,21 @@ def mean_point(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     return sum(xs) / len(xs), sum(ys) / len(ys)
 
 
-def picture(results: Mapping[str, Any], peers: Mapping[str, Any]) -> Figure:
+def pictures(results: Mapping[str, Any], peers: Mapping[str, Any]) -> list[Figure]:
+    """One for each of `machines`."""
+    return [picture(trainings(results, peers, name), name) for name in machines(results)]
+
+
+def picture(runs: Sequence[Mapping[str, Any]], machine: str) -> Figure:
     """τ against AXES for each of JUDGES; the figure's label is its text."""
-    runs = trainings(results, peers)
     with matplotlib.rc_context(STYLE):
-        title = "Expected acceptance length against minutes and tokens of a training"
+        title = f"Expected acceptance length against minutes and tokens of a training, {machine}"
         figure = Figure(figsize=(2 * WIDTH, 1.3 * WIDTH), label=title)
         for row, axes in zip(JUDGES, figure.subplots(2, 2, sharey="row"), strict=True):
             for x, panel in zip(AXES, axes, strict=True):
                 draw(panel, lines(runs, x, row))
-                panel.set_xlabel(AXES[x])
+                unit = f" ({machine})" if x == "minutes" else ""
+                panel.set_xlabel(AXES[x] + unit)
             axes[0].set_ylabel(f"τ, {JUDGES[row]}")
     return figure
 

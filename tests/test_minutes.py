@@ -67,7 +67,7 @@ def test_items_are_spread_over_the_whole_list():
     assert minutes.spread_over(range(3), 5) == [0, 1, 2]
 
 
-def test_a_line_of_the_picture_goes_through_the_means_of_the_budgets_of_one_machine():
+def test_a_line_of_a_picture_goes_through_the_means_of_the_budgets_of_one_machine():
     def run(minutes, tokens, tau):
         judged = {name: {"tau": tau} for name in minutes_picture.JUDGES}
         return {
@@ -81,17 +81,20 @@ def test_a_line_of_the_picture_goes_through_the_means_of_the_budgets_of_one_mach
         }
 
     there = [run(20, 400, 2.0), run(10, 180, 1.5), run(10, 220, 1.7)]
-    elsewhere = run(30, 900, 2.5) | {"machine": "B"}
-    results = {"runs": dict(enumerate([elsewhere, *there]))}
+    elsewhere = [run(30, 900, 2.5) | {"machine": "B"}, run(60, 1800, 2.6) | {"machine": "B"}]
+    alone = run(10, 200, 1.6) | {"machine": "C"}
+    results = {"runs": dict(enumerate([*elsewhere, *there, alone]))}
     peer = {"speculators": run(0, 90, 1.25), "disk": run(0, 200, 1.6)}
-    other = {"speculators": run(0, 900, 1.3), "disk": elsewhere}
-    peers = {"runs": {"10": peer, "10 (B)": other}}
-    runs = minutes_picture.trainings(results, peers)
+    other = {"speculators": run(0, 900, 1.3), "disk": elsewhere[0]}
+    peers = {"runs": {"10": peer, "30 (B)": other}}
+    assert minutes_picture.machines(results) == ["A", "B"]
+    runs = minutes_picture.trainings(results, peers, "A")
     assert minutes_picture.lines(runs, "tokens", "chat") == {
         "eagle3, default, states computed": [(200.0, 1.6), (400.0, 2.0)],
         "speculators": [(90.0, 1.25)],
     }
-    figure = minutes_picture.picture(results, peers)
-    assert figure.get_label()
-    _, named = figure.axes[0].get_legend_handles_labels()
-    assert named == [minutes_picture.ALONE, "eagle3, default, states computed"]
+    figures = minutes_picture.pictures(results, peers)
+    assert [figure.get_label().endswith(name) for figure, name in zip(figures, "AB")] == [True] * 2
+    for figure in figures:
+        _, named = figure.axes[0].get_legend_handles_labels()
+        assert named == [minutes_picture.ALONE, "eagle3, default, states computed"]
