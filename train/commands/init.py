@@ -61,7 +61,7 @@ CPU_REDUCED = ("draft_model", "dspark", "medusa", "mlp")
 CPU_DEPTHS = {"block_size": 5, "num_depths": 4, "n_predict": 4, "num_heads": 4, "unroll_steps": 4}
 FITTED = ("least_squares", "a fitted start, for trainings of minutes")
 FITTED_RATES: dict[str, tuple[Any, str]] = {
-    "training.muon_learning_rate": (0.005, "the usual 0.02 undoes a fitted start"),
+    "training.muon_learning_rate": (0.005, "the usual 0.02 undoes some of a fitted start"),
     "training.learning_rate": (4e-4, "of what Muon does not step; the usual is 1.5e-3"),
     "training.warmup_ratio": (0.1, "behind the fit"),
 }
