@@ -132,13 +132,13 @@ class Phases:
     def watch(self, trainer: Any) -> None:
         """Times the phases of its steps from now on, and the objective inside of `drafter`."""
         trainer.telemetry.phase = self.phase
-        objectives = trainer._objectives
+        objectives = trainer.loss.objectives
 
         def timed(*arguments: Any) -> Any:
             with self.phase("objective"):
                 return objectives(*arguments)
 
-        trainer._objectives = timed
+        trainer.loss.objectives = timed
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -224,7 +224,7 @@ def random_rows(vocab: int, length: int, count: int = 16) -> list[TokenRow]:
 def timed_step(trainer: Any, phases: Phases, device: str) -> tuple[float, dict[str, float]]:
     """Seconds of a step, and those of its phases."""
     began = time.perf_counter()
-    trainer.step(0.5).read(len(trainer.depth_weights))
+    trainer.step(0.5).read(trainer.loss.depths)
     if device == "cuda":
         torch.cuda.synchronize()
     seconds = time.perf_counter() - began

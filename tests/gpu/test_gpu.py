@@ -67,7 +67,7 @@ def timed_steps(trainer: Any, steps: int) -> tuple[float, list[float]]:
     seconds, losses = [], []
     for _ in range(steps + 1):
         began = time.perf_counter()
-        record, _ = trainer.step(0.5).read(len(trainer.depth_weights))
+        record, _ = trainer.step(0.5).read(trainer.loss.depths)
         losses.append(record["loss"])
         seconds.append(time.perf_counter() - began)
     return median(seconds[1:]), losses
@@ -122,7 +122,7 @@ def test_compiled_objective_and_layers_give_the_losses_of_eager_ones(
         peak = 0
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
-            trainer.step(0.5).read(len(trainer.depth_weights))
+            trainer.step(0.5).read(trainer.loss.depths)
             peak = torch.cuda.max_memory_allocated(device)
         peaks.append(peak)
         seconds = steps[-1][0]

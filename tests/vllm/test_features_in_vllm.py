@@ -24,7 +24,7 @@ from draftsmith.train.pipeline.train_stage import train
 from draftsmith.train.recipe.data_sections import EndpointSection
 from draftsmith.train.recipe.endpoints import EndpointError
 from draftsmith.train.recipe.sections import FeaturesSection
-from draftsmith.train.trainer.trainer import ERROR, EXPECTED
+from draftsmith.train.trainer.step_records import ERROR, EXPECTED
 from tests.support.errors import raises_at
 from tests.support.quickstart_data import source as quickstart
 from tests.support.training import recipe_of

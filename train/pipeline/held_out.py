@@ -15,7 +15,8 @@ from draftsmith.speculators.target.target_head import TargetHead
 from draftsmith.train.processes import gather_in_turn, in_turn
 from draftsmith.train.recipe.recipe import Recipe
 from draftsmith.train.regeneration.store import Response
-from draftsmith.train.trainer.trainer import ERROR, EXPECTED, Evaluate
+from draftsmith.train.trainer.step_records import ERROR, EXPECTED
+from draftsmith.train.trainer.trainer import Evaluate
 
 
 def held_out_measure(recipe: Recipe, held_out: dict[float, list[Response]]) -> str:

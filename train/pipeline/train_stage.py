@@ -32,7 +32,8 @@ from draftsmith.train.trainer import checkpoint
 from draftsmith.train.trainer.checkpoint import fingerprint
 from draftsmith.train.trainer.joint_target import JointTarget
 from draftsmith.train.trainer.parallel import shard_over_processes
-from draftsmith.train.trainer.trainer import Evaluate, Trainer, held_out_result
+from draftsmith.train.trainer.step_records import held_out_result
+from draftsmith.train.trainer.trainer import Evaluate, Trainer
 
 
 def train(

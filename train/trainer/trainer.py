@@ -1,10 +1,8 @@
 """The one training loop; every family runs through it.
 
-Per optimizer step: batches -> frozen target's features -> the drafter's unroll -> one chunked
-objective over all depths -> gradients summed over processes -> clip -> optimizer. The loss is sum_k
-w_k L_k / sum_k w_k with L_k a mean over every valid term of depth k in the whole step: all
-processes and all accumulated batches. With `on_policy`, some micro-steps learn from text
-generated with the current drafter. Knows no family, no divergence
+Per optimizer step: batches -> frozen target's features -> the drafter's unroll and its loss over
+all depths (`StepLoss`) -> gradients summed over processes -> clip -> optimizer. With `on_policy`,
+some micro-steps learn from text generated with the current drafter. Knows no family, no divergence
 and no file format; which rows come when is a function of the step alone, so a run that was killed
 continues to the same weights."""
 
@@ -25,22 +23,13 @@ from torch import Tensor
 
 from draftsmith.inference.progress import Advance, unwatched
 from draftsmith.speculators import kernels
-from draftsmith.speculators.drafter import Drafter, DraftStep, host_batch
+from draftsmith.speculators.drafter import Drafter, host_batch
 from draftsmith.speculators.errors import CheckpointError, ConfigError, DraftsmithError
-from draftsmith.speculators.precision import on_host, to_device
+from draftsmith.speculators.precision import to_device
 from draftsmith.speculators.target.frozen_target import TargetFeatures
 from draftsmith.speculators.target.target_head import TargetHead
-from draftsmith.speculators.vocab.draft_vocab import to_draft_ids
 from draftsmith.train.data.packing import Shuffled
 from draftsmith.train.features.row_features import RowFeatures
-from draftsmith.train.losses.objective import (
-    Loss,
-    StepMetrics,
-    chunked_objective,
-    confidence_objective,
-    in_loop_lengths,
-)
-from draftsmith.train.losses.position_weights import PositionWeights
 from draftsmith.train.on_policy.refresh import OnPolicy
 from draftsmith.train.processes import on_first, send_tensors
 from draftsmith.train.recipe.recipe import Recipe
@@ -56,12 +45,10 @@ from draftsmith.train.trainer.optimizers import (
 )
 from draftsmith.train.trainer.pace import LONG_STEP, first_step_warning, pace_warning
 from draftsmith.train.trainer.parallel import make_replica, whole
+from draftsmith.train.trainer.step_loss import StepLoss
+from draftsmith.train.trainer.step_records import EXPECTED, Unread, flat, held_out_result
 from draftsmith.train.trainer.telemetry import Telemetry
 
-# held-out results: the length, and its standard error
-EXPECTED = "expected_acceptance_length"
-ERROR = "expected_standard_error"
-CROSS_ENTROPY: Loss = {"cross_entropy": 1.0}
 MAX_SKIPPED = 3  # steps in a row whose gradients are not finite, before a run stops
 SAME_REQUEST = 2.0  # seconds in which a launcher passes on a signal that came already
 Evaluate = Callable[[Drafter], dict[str, float]]  # of which EXPECTED decides the best
@@ -73,44 +60,6 @@ class Diverged(DraftsmithError):
 
 class Interrupted(Exception):
     """The run was asked to stop (SIGTERM, SIGINT); its checkpoint is on disk."""
-
-
-def finite(value: Any) -> Any:
-    """The value, or each of a list, with None for a float that is not finite: JSON has no NaN."""
-    if isinstance(value, list):
-        return [finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-@dataclass(frozen=True)
-class Unread:
-    """A step whose results are still on the device."""
-
-    known: dict[str, Any]  # of its record, known to the host
-    # float64: `Trainer._micro_step`'s sums [2K + 3], tokens (no padding, with a loss) [2], terms
-    # [K], the norm of the gradient
-    numbers: Tensor
-
-    def read(self, depths: int) -> tuple[dict[str, Any], list[float]]:
-        """(the record of the step, tokens [2]). Waits for the device. `depths`: K."""
-        sizes = [depths, depths, 2, 1, 2, depths, 1]
-        accepted, agreed, lengths, loss, tokens, terms, norm = self.numbers.cpu().split(sizes)
-        known = dict(self.known)
-        count = terms.clamp(min=1)
-        record = {
-            "step": known.pop("step"),
-            "loss": float(loss),
-            **known,
-            "grad_norm": float(norm),
-            "acceptance_rate": (accepted / count).tolist(),
-            "top1_agreement": (agreed / count).tolist(),
-            "in_loop_acceptance_length": float(lengths[0] / lengths[1]) if lengths[1] else 1.0,
-            "terms": int(terms.sum()),
-            "supervised_tokens": int(tokens[-1]),
-        }
-        if not norm.isfinite():
-            record["skipped"] = 1
-        return {name: finite(value) for name, value in record.items()}, tokens.tolist()
 
 
 @dataclass(frozen=True)
@@ -172,15 +121,14 @@ class Trainer:
         rate = t.learning_rate / joint.section.head_lr_multiplier if joint else None
         self.parameters = self.module.trainable_parameters() + others
         self.optimizers = make_optimizers(self.module, t, others, rate)
-        depths = min(recipe.drafter.unroll_steps, drafter.max_depth or recipe.drafter.unroll_steps)
-        self.position = PositionWeights.parse(recipe.position_weights)
-        self.depth_weights = self.position.of_depths(depths).to(accelerator.device)  # [K]
+        self.loss = StepLoss(
+            recipe, target, self.module, accelerator=accelerator, joint=joint, within=self._within
+        )
         self.state = checkpoint.new_state(recipe, fingerprint, self.step_rows.rows_per_step)
         self.order = Shuffled([t.seed], len(features.rows))
         self.stop_asked: float | None = None  # when a signal asked for it
         self.telemetry = Telemetry(accelerator.device)
         self.unread: list[Unread] = []
-        self.chunk_size: int | None = None  # of the objective; None: by device and vocabulary
         self.held_out = ""  # the newest held-out result, for the progress bar
         self.advance: Advance = unwatched
         self.say = say  # a line of information
@@ -365,14 +313,14 @@ class Trainer:
         hosts = [batch.host for batch in batches]
         self.module.train()
         # valid terms of each depth [K] in the whole step, before any loss
-        depths = len(self.depth_weights)
+        depths = self.loss.depths
         counts = self._sum(sum(self.module.count_terms(host, depths) for host in hosts))
-        row_weights = self._row_weights(counts)
+        term_weights = self.loss.term_weights(counts)
         supervised = None
         if self.joint is not None:
-            row_weights = row_weights * self.joint.heads_weight(share)
+            term_weights = term_weights * self.joint.heads_weight(share)
             supervised = self._sum(sum(self.joint.count_terms(host) for host in hosts))
-        measured = self._gradients(batches, row_weights, supervised)
+        measured = self._gradients(batches, term_weights, supervised)
         rate = learning_rate(self.training, share, self.total_steps, self.state.begun)
         norm = self._update(rate)
         self.state.step += 1
@@ -392,15 +340,8 @@ class Trainer:
         host = host_batch(SimpleNamespace(**tensors, seeds=seeds))
         return Batch(micro, source, rows, tensors, seeds, host)
 
-    def _row_weights(self, counts: Tensor) -> Tensor:
-        """[K] weight of a term of each depth in the loss. `counts`: terms of each depth [K] in the
-        whole step."""
-        if self.position.measured:  # normalised over all terms
-            return (1 / counts.sum().clamp(min=1)).float().expand(len(counts))
-        return (self.depth_weights / counts.clamp(min=1)).float()
-
     def _gradients(
-        self, batches: Sequence[Batch], row_weights: Tensor, supervised: Tensor | None
+        self, batches: Sequence[Batch], term_weights: Tensor, supervised: Tensor | None
     ) -> list[Tensor]:
         """Adds the gradients of all batches of a step up; what `_micro_step` measures in each."""
         step = self.state.step
@@ -419,7 +360,7 @@ class Trainer:
                 self._compute_ahead(step + 1, following[0])
             else:
                 self._compute_ahead(step, batches[number + 1].micro)
-            measured.append(self._micro_step(features, row_weights, supervised, last=last))
+            measured.append(self._micro_step(features, term_weights, supervised, last=last))
         return measured
 
     def _features(self, batch: Batch) -> TargetFeatures:
@@ -446,106 +387,21 @@ class Trainer:
     def _micro_step(
         self,
         features: TargetFeatures,
-        row_weights: Tensor,
+        term_weights: Tensor,
         supervised: Tensor | None = None,
         last: bool = True,
     ) -> Tensor:
         """Forward and backward of one batch; gradients add up in the parameters. `supervised`:
         tokens of the step that a target trained jointly has a loss on. `last`: of the step, after
-        which gradients are summed over processes. Returns sums over the terms, float32 on the
-        device [2K + 3]: alpha [K], terms whose argmax is the target's [K], in-loop acceptance
-        lengths and the anchors they were measured at, and the loss."""
+        which gradients are summed over processes. Returns the sums of `StepLoss` [2K + 3]."""
         with self.telemetry.phase("drafter"):
             loss, sums = self.replica.run(
-                lambda: self._loss(features, row_weights, supervised), last
+                lambda: self.loss(features, term_weights, supervised), last
             )
             self._within("gradients")
             with kernels.of_compilers():
                 loss.backward()
         return sums
-
-    def _loss(
-        self, features: TargetFeatures, row_weights: Tensor, supervised: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """The loss of one batch, and the sums that `_micro_step` returns."""
-        with self.accelerator.autocast():
-            steps = []
-            for depth in self.module.unroll(features, len(row_weights)):
-                steps.append(depth)
-                self._within(f"depth {len(steps)} of {len(row_weights)}")
-            if self.position.measured:
-                steps = self._weighed(features, steps)
-            self._within("the loss")
-            loss, parts = self._objectives(features, steps, row_weights, self.recipe.loss)
-            if self.joint is not None and supervised is not None:
-                loss = loss + self.joint.loss(features, supervised)
-        slots = features.input_ids.numel()
-        lengths = in_loop_lengths([p.alpha for p in parts], [s.anchor_index for s in steps], slots)
-        sums = [part.alpha.sum() for part in parts] + [part.agreement.sum() for part in parts]
-        return loss, torch.stack([part.detach().float() for part in (*sums, *lengths, loss)])
-
-    def _objectives(
-        self, features: TargetFeatures, steps: Sequence[DraftStep], scales: Tensor, mix: Loss
-    ) -> tuple[Tensor, list[StepMetrics]]:
-        """The loss over terms of several depths, each weighted by its depth's of `scales` [K], for
-        every trained head; the metrics of each depth under the head that drafts."""
-        losses = []
-        for trained in self.module.trained_heads(mix):
-            loss, parts = self._over_depths(features, steps, scales, trained.head, trained.loss)
-            losses.append(loss)
-        if self.module.traits.confidence_loss:
-            for step, part in zip(steps, parts, strict=True):
-                logits = self.module.confidence(step.hidden)
-                sure = confidence_objective(logits, part.alpha, step.weight * scales[step.depth])
-                losses.append(self.module.traits.confidence_loss * sure)
-        return sum(losses), parts
-
-    def _weighed(self, features: TargetFeatures, steps: Sequence[DraftStep]) -> list[DraftStep]:
-        """The steps under position weights that depend on what the drafter says of each chain."""
-        ones = torch.ones_like(self.depth_weights)
-        size = features.input_ids.numel()
-        head = self.module.trained_heads(self.recipe.loss)[0].head
-        with torch.no_grad():
-            _, parts = self._over_depths(features, steps, ones, head, CROSS_ENTROPY)
-        labels = features.input_ids.flatten().roll(-1)
-        probabilities = []
-        for step, part in zip(steps, parts, strict=True):
-            drafted = to_draft_ids(labels[step.target_index], self.module.draft_to_target)
-            probabilities.append((-part.loss).exp() * (drafted >= 0))
-        weights = self.position.of_chains(probabilities, [s.anchor_index for s in steps], size)
-        return [
-            replace(step, weight=step.weight * w) for step, w in zip(steps, weights, strict=True)
-        ]
-
-    def _over_depths(
-        self,
-        features: TargetFeatures,
-        steps: Sequence[DraftStep],
-        scales: Tensor,
-        head: Callable[..., Tensor],
-        loss: Loss,
-    ) -> tuple[Tensor, list[StepMetrics]]:
-        """The loss of one head and the metrics of each depth; depths read alike are one call."""
-        losses = []
-        parts = []
-        for group in [steps] if self.module.traits.one_head else [[step] for step in steps]:
-            known = torch.cat([on_host(s.target_index) for s in group])  # [N] of these depths
-            index = to_device(known, features.input_ids.device)
-            total, metrics = chunked_objective(
-                torch.cat([s.hidden for s in group]),  # [N, D]
-                lambda hidden, depth=group[0].depth: head(hidden, depth),
-                features.last_hidden.flatten(0, 1),
-                self.target.logits,
-                torch.cat([s.weight * scales[s.depth] for s in group]),
-                labels=features.input_ids.flatten().roll(-1)[index],
-                loss=loss,
-                draft_to_target=self.module.draft_to_target,
-                chunk_size=self.chunk_size,
-                target_index=index,
-            )
-            losses.append(total)
-            parts += metrics.split([len(s.hidden) for s in group])
-        return sum(losses), parts
 
     # -------------------------------------------------------------- data
 
@@ -640,7 +496,7 @@ class Trainer:
         cost). Waits for the device, whose time is the training's."""
         began = time.monotonic()
         history = self.state.history
-        results = [step.read(len(self.depth_weights)) for step in self.unread]
+        results = [step.read(self.loss.depths) for step in self.unread]
         for record, _ in results:
             history.append(record)
             self._count_skipped(record)
@@ -688,7 +544,7 @@ class Trainer:
         if evaluates and self.evaluate is not None:
             self._evaluate(self.evaluate, records[-1])
         for record in records:
-            self.accelerator.log(_flat(record) | costs, step=record["step"])
+            self.accelerator.log(flat(record) | costs, step=record["step"])
         if save or stopping or late:
             self._save()
         if stopping:
@@ -727,25 +583,3 @@ def steps_of(recipe: Recipe, rows: float, rows_per_step: int) -> int | None:
     """Optimizer steps of a run over `rows` packed rows; None: its budget is minutes alone."""
     t = recipe.training
     return t.steps or (math.ceil(rows * t.epochs / rows_per_step) if t.epochs else None)
-
-
-def held_out_result(history: Sequence[dict[str, Any]], step: int | None = None) -> str:
-    """`τ 2.31 ± 0.04 (step 200)` of the evaluation after `step`, or the newest; empty: none."""
-    for record in reversed(history):
-        if EXPECTED in record and step in (None, record["step"]):
-            error = f" ± {record[ERROR]:.2f}" if ERROR in record else ""
-            return f"τ {record[EXPECTED]:.2f}{error} (step {record['step']})"
-    return ""
-
-
-def _flat(record: dict[str, Any]) -> dict[str, float]:
-    """{"acceptance_rate": [a, b]} -> {"acceptance_rate/0": a, ...}, as trackers take it."""
-    flat: dict[str, float] = {}
-    for name, value in record.items():
-        if name == "step":
-            continue
-        if isinstance(value, list):
-            flat |= {f"{name}/{i}": v for i, v in enumerate(value) if v is not None}
-        elif isinstance(value, int | float):
-            flat[name] = value
-    return flat

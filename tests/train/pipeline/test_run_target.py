@@ -23,7 +23,8 @@ from draftsmith.train.pipeline.export_stage import Trained, export
 from draftsmith.train.pipeline.run_target import RunTarget, load_target
 from draftsmith.train.pipeline.train_stage import train
 from draftsmith.train.recipe.recipe import Recipe
-from draftsmith.train.trainer.trainer import EXPECTED, Trainer
+from draftsmith.train.trainer.step_records import EXPECTED
+from draftsmith.train.trainer.trainer import Trainer
 from tests.support.errors import raises_at
 from tests.support.models import make_tiny_model
 from tests.support.quantised import quantise_head, save_quantised

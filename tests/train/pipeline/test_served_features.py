@@ -20,7 +20,7 @@ from draftsmith.train.features.states_spec import StatesSpec
 from draftsmith.train.pipeline.export_stage import Trained
 from draftsmith.train.pipeline.train_stage import train
 from draftsmith.train.recipe.recipe import Recipe
-from draftsmith.train.trainer.trainer import EXPECTED
+from draftsmith.train.trainer.step_records import EXPECTED
 from tests.support.errors import raises_at
 from tests.support.forked import PythonProcess
 from tests.support.quickstart_data import source as quickstart

@@ -18,7 +18,7 @@ def losses_and_weights(folder, layers, **training):
     drafter |= {"num_layers": layers}
     recipe = make_recipe("eagle3", drafter=drafter, steps=3, save_every=3, **training)
     trained = make_trainer(make_tiny_model, folder, recipe)
-    trained.chunk_size = 50  # so that chunks differ in their rows
+    trained.loss.chunk_size = 50  # so that chunks differ in their rows
     state = trained.run()
     return [record["loss"] for record in state.history], weights(trained)
 

@@ -21,7 +21,8 @@ from draftsmith.train.trainer import trainer as module
 from draftsmith.train.trainer.checkpoint import TrainState
 from draftsmith.train.trainer.optimizers import learning_rate
 from draftsmith.train.trainer.pace import FEW_STEPS, first_step_warning, pace_warning
-from draftsmith.train.trainer.trainer import EXPECTED, MAX_SKIPPED, Diverged, Interrupted, Trainer
+from draftsmith.train.trainer.step_records import EXPECTED
+from draftsmith.train.trainer.trainer import MAX_SKIPPED, Diverged, Interrupted, Trainer
 from tests.support.disks import full_disk
 from tests.support.errors import raises_at
 from tests.support.training import assert_equal, cut_off, make_recipe, make_trainer, weights
@@ -91,7 +92,7 @@ def test_accumulation_equals_one_large_batch(tiny_model, tmp_path):
         (optimizer,) = trainer.optimizers
         optimizer.step = lambda: None  # look at the gradient, not at what Adam makes of its sign
         optimizer.zero_grad = lambda set_to_none: None
-        record, _ = trainer.step(0.5).read(len(trainer.depth_weights))
+        record, _ = trainer.step(0.5).read(trainer.loss.depths)
         gradients.append(
             [record["loss"], record["grad_norm"], *(p.grad.clone() for p in trainer.parameters)]
         )
@@ -420,7 +421,7 @@ def test_d_pace_tokens_outside_the_draft_vocabulary_have_no_probability(tiny_mod
     drafted = set(trainer.module.draft_to_target.tolist())
     inside = [[int(labels[i]) in drafted for i in s.target_index] for s in steps]
     assert not all(inside[0])  # the reduced vocabulary lacks some
-    weighed = trainer._weighed(features, steps)
+    weighed = trainer.loss.weighed(features, steps)
     known = trainer.module.draft_to_target.tolist()
     smoothed = {}  # of (anchor, depth)
     for step in steps:
