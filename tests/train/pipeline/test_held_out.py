@@ -69,9 +69,8 @@ def test_what_is_expected_is_what_the_runtime_does_under_the_reports_filters() -
     )
     error = results["expected_standard_error"]
     assert error == results["expected_standard_error_t1"] and 0 < error < 0.02
-    assert (
-        abs(results["expected_acceptance_length"] - measured) < 4 * error
-    )  # without the filters it lies 0.1 off
+    # without the filters it lies 0.1 off
+    assert abs(results["expected_acceptance_length"] - measured) < 4 * error
 
 
 def shared_replays(folder: Path) -> list[tuple[dict, list[int]]]:
