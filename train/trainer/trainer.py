@@ -3,10 +3,9 @@
 Per optimizer step: batches -> frozen target's features -> the drafter's unroll -> one chunked
 objective over all depths -> gradients summed over processes -> clip -> optimizer. The loss is sum_k
 w_k L_k / sum_k w_k with L_k a mean over every valid term of depth k in the whole step: all
-processes and all accumulated batches. With `on_policy`, some micro-steps learn from text
-generated with the current drafter. Knows no family, no divergence
-and no file format; which rows come when is a function of the step alone, so a run that was killed
-continues to the same weights."""
+processes and all accumulated batches. With `on_policy`, some micro-steps learn from text generated
+with the current drafter. Knows no family, no divergence and no file format; which rows come when is
+a function of the step alone, so a run that was killed continues to the same weights."""
 
 from __future__ import annotations
 
