@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -377,6 +377,31 @@ def without_memory_faults(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         free_memory()
 
 
+def training_steps(
+    families: Iterable[str],
+    model: Any,
+    shapes: Shapes,
+    device: str,
+    repeats: int,
+    rates: roofline.Rates,
+) -> list[dict[str, Any]]:
+    """The steps of every family at every shape, or the fault of each, with the bounds of their
+    phases."""
+    results = []
+    for family in families:
+        for rows, length in shapes.steps:
+
+            def one(family: str = family, rows: int = rows, length: int = length) -> dict[str, Any]:
+                result, work = training(family, model, shapes, rows, length, device, repeats)
+                bounds = {phase: part.seconds(rates) for phase, part in work.items()}
+                works = {phase: asdict(part) for phase, part in work.items()}
+                return result | {"bounds": bounds, "work": works}
+
+            result = without_memory_faults(one)
+            results.append({"head": family, "rows": f"{rows} × {length:,}", **result})
+    return results
+
+
 def main(
     device: Annotated[Literal["cuda", "cpu"], typer.Option(help="cpu: tiny shapes.")] = "cuda",
     head: Annotated[list[str] | None, typer.Option(help="Of these families only.")] = None,
@@ -396,18 +421,7 @@ def main(
         f"{machine}: {rates.flops / 1e12:,.2f} TFLOP/s of products in {shapes.dtype},"
         f" {rates.bandwidth / 1e9:,.0f} GB/s of copies; {about}"
     )
-    steps = []
-    for family in head or shapes.heads:
-        for rows, length in shapes.steps:
-
-            def one(family: str = family, rows: int = rows, length: int = length) -> dict[str, Any]:
-                result, work = training(family, model, shapes, rows, length, device, repeats)
-                bounds = {phase: part.seconds(rates) for phase, part in work.items()}
-                works = {phase: asdict(part) for phase, part in work.items()}
-                return result | {"bounds": bounds, "work": works}
-
-            result = without_memory_faults(one)
-            steps.append({"head": family, "rows": f"{rows} × {length:,}", **result})
+    steps = training_steps(head or shapes.heads, model, shapes, device, repeats, rates)
     shown = table("a training step: ms (share of the bound)", *COLUMNS, left=2)
     for result in steps:
         shown.add_row(*training_cells(result))

@@ -335,22 +335,18 @@ def main(
         raise typer.BadParameter(
             f"{', '.join(unknown)}: expected {', '.join(SETTINGS)}", param_hint="--setting"
         )
-    attention = attention or ("sdpa" if device == "cpu" else "simple_flex_attention")
     chosen: dict[str, Any] = {
         "device": device,
         "dtype": dtype,
         "threads": threads,
-        "attention": attention,
+        "attention": attention or ("sdpa" if device == "cpu" else "simple_flex_attention"),
     }
     settings = {
         name: replace(SETTINGS[name], **chosen, tokens=tokens or SETTINGS[name].tokens)
         for name in names
     }
     try:
-        if peer_python is None:
-            environment = PeerEnvironment(venv.absolute())
-            environment.make(*(("cuda",) if device == "cuda" else ()))
-            peer_python = environment.python
+        peer_python = peer_python or _made_environment(venv.absolute(), device)
         if minutes:
             file = json_file or out / "peers.json"
             peer_minutes.compare(minutes, peer_python.absolute(), out.absolute(), file)
@@ -365,6 +361,13 @@ def main(
         Console(stderr=True).print(f"bench_peers: {error}", markup=False)
         raise typer.Exit(1) from error
     _print(results, f"{dtype}, {device}, {threads} threads, medians of {pairs} pairs")
+
+
+def _made_environment(venv: Path, device: str) -> Path:
+    """The interpreter of an environment with the library, for the device; made if need be."""
+    environment = PeerEnvironment(venv)
+    environment.make(*(("cuda",) if device == "cuda" else ()))
+    return environment.python
 
 
 def _measure_all(

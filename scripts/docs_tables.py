@@ -51,8 +51,8 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
     def lines(match: re.Match[str]) -> str:
         kind, name = match.groups()
-        made = {"table": TABLES, "picture": PICTURES}.get(kind)
-        return "\n".join(["", *(_result(name) if made is None else made[name]()), ""])
+        parts = {"table": TABLES, "picture": PICTURES}.get(kind)
+        return "\n".join(["", *(_result(name) if parts is None else parts[name]()), ""])
 
     return MARK.sub(lines, markdown)
 

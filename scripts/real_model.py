@@ -67,23 +67,23 @@ class Job:
     @property
     def model(self) -> Path:
         """The folder of the target."""
-        own = self.beside / "model"
-        return own if (own / "config.json").exists() else MODEL
+        folder = self.beside / "model"
+        return folder if (folder / "config.json").exists() else MODEL
 
     @property
     def prompts(self) -> list[Path]:
         """Files of conversations."""
-        own = [self.beside / f"prompts.jsonl{end}" for end in ("", ".gz")]
+        beside = [self.beside / f"prompts.jsonl{end}" for end in ("", ".gz")]
         usual = [QUICKSTART / f"{name}train.jsonl.gz" for name in ("", "code-")]
-        return [file for file in own if file.exists()] or usual
+        return [file for file in beside if file.exists()] or usual
 
     @property
     def suites(self) -> dict[str, Path]:
         """Files of the suites that are there."""
         folders = (self.beside / "suites", ROOT / "suites")
         files = {name: [folder / f"{name}.jsonl" for folder in folders] for name in SUITES}
-        there = {name: [f for f in found if f.exists()] for name, found in files.items()}
-        return {name: found[0] for name, found in there.items() if found}
+        there = {name: [f for f in places if f.exists()] for name, places in files.items()}
+        return {name: places[0] for name, places in there.items() if places}
 
     @property
     def wheels(self) -> Path | None:

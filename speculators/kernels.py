@@ -89,8 +89,8 @@ def log_once(reason: str) -> None:
 def on_device(
     part: str, function: Callable[..., Result], read: torch.Tensor
 ) -> Callable[..., Result]:
-    """`function` of a part, compiled where `read`, its largest tensor, is large and
-    on a device that serves the part."""
+    """`function` of a part, compiled where `read`, its largest tensor, is large and on a device
+    that serves the part."""
     compiles = read.numel() >= LEAST_NUMBERS and serves(part, read.device)
     return compiled(part, function) if compiles else function
 

@@ -16,9 +16,8 @@ import pytest
 
 from tests.support.models import ARCHITECTURES, make_tiny_model
 
-os.environ.setdefault(
-    "TORCHINDUCTOR_COMPILE_THREADS", "1"
-)  # no pool of processes that import torch each
+# no pool of processes that import torch each
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 
 @pytest.fixture(scope="session")

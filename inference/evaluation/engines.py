@@ -267,6 +267,7 @@ class RuntimeEngine(MeasuredEngine):
     @override
     @property
     def tokenizer(self) -> Any:
+        """That of the `LLM`, which has it already."""
         return self.llm.get_tokenizer()
 
     @override

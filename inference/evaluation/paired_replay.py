@@ -18,7 +18,6 @@ from draftsmith.inference.evaluation.expected_acceptance import (
     chunks_of,
     teacher_forced,
 )
-from draftsmith.inference.progress import Advance, unwatched
 from draftsmith.inference.sampling.sampler import probabilities
 from draftsmith.inference.sampling_params import SamplingParams
 from draftsmith.inference.spec_decode.replay import ReplayResult, replay
@@ -54,7 +53,6 @@ def paired_replay(
     texts: Sequence[WrittenText],
     params: SamplingParams,
     k: int,
-    advance: Advance = unwatched,
 ) -> list[PairedResult]:
     """A result per text, in their order: `drafters` before and after, at `k` drafts per round, on
     texts (prompt and response of at least one token each) that were written under the temperature,
@@ -70,7 +68,6 @@ def paired_replay(
             length = len(texts[i][1])
             pair = replay(before, length), replay(after, length)
             results[i] = PairedResult(*pair, length, excess)
-        advance(len(results))
     return [results[i] for i in range(len(texts))]
 
 

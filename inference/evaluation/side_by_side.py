@@ -296,23 +296,38 @@ def compare_methods(
     versions = environment(engines.target.device, engines.target.dtype)
     conditions = f"T={params.temperature:g}, {versions['dtype']}, {versions['device']}"
     extent = _answered(cells[DEFAULT].prompts, len(prompts))
-    console.print(_table(cells, f"{title}: {extent}, {conditions}"))
-    if costs := [(name, cell) for name, cell in cells.items() if cell.round_cost]:
-        console.print(cost_table(costs))
-    for line in [*remarks(measured), *_drafted_by(cells), *_slower(cells)]:
-        console.print(line, highlight=False, soft_wrap=True)
+    _print_results(console, measured, cells, f"{title}: {extent}, {conditions}")
     if saved is not None:
-        tree: dict[str, Any] = {
-            name: results(measured[name].requests, cell) for name, cell in cells.items()
-        }
-        for name, curve in curves.items():
-            if name in tree:
-                tree[name]["draft_vocabularies"] = [point.record() for point in curve]
+        tree = _records(measured, cells, curves)
         _write(saved, tree | {"versions": versions, "arguments": dict(arguments)})
         console.print(f"written to {saved}", highlight=False, soft_wrap=True)
     if engines.interrupt is not None:
         raise engines.interrupt
     return not any(check.mismatches for cell in cells.values() for check in cell.lossless)
+
+
+def _print_results(
+    console: Console, measured: Mapping[str, Measurement], cells: Mapping[str, Cell], title: str
+) -> None:
+    """The table, the costs of rounds that were timed, and what the two do not say."""
+    console.print(_table(cells, title))
+    if costs := [(name, cell) for name, cell in cells.items() if cell.round_cost]:
+        console.print(cost_table(costs))
+    for line in [*remarks(measured), *_drafted_by(cells), *_slower(cells)]:
+        console.print(line, highlight=False, soft_wrap=True)
+
+
+def _records(
+    measured: Mapping[str, Measurement],
+    cells: Mapping[str, Cell],
+    curves: Mapping[str, Sequence[VocabularySize]],
+) -> dict[str, Any]:
+    """The results of the methods by name, with the curves of those whose sizes were measured."""
+    tree = {name: results(measured[name].requests, cell) for name, cell in cells.items()}
+    for name, curve in curves.items():
+        if name in tree:
+            tree[name]["draft_vocabularies"] = [point.record() for point in curve]
+    return tree
 
 
 def _extent(engines: SideBySide, prompts: int, repeats: int, params: SamplingParams) -> str:

@@ -127,12 +127,12 @@ class RaggedCache:
     def keep(self, places: Sequence[Sequence[int]]) -> None:
         """Keeps the tokens at places[row] (ascending) of those written to rows 0, 1, … behind their
         lengths, closed up; each row grows by their number."""
-        moved = [
-            (row, self.lengths[row] + place, self.lengths[row] + to)
-            for row, kept in enumerate(places)
-            for to, place in enumerate(kept)
-            if place != to
-        ]
+        moved: list[tuple[int, int, int]] = []  # row, from where, to where
+        for row, kept in enumerate(places):
+            length = self.lengths[row]
+            moved += [
+                (row, length + old, length + new) for new, old in enumerate(kept) if old != new
+            ]
         if moved:
             rows, source, target = on_device(moved, self.device).unbind(1)
             for tensor in self._tensors():

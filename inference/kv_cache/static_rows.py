@@ -52,10 +52,10 @@ class StaticRows(CacheView):
         """As RaggedCache's, for trees that begin with the new tokens: visible bool [R, T, T]. A
         token sees itself in any case, since padding that sees nothing would give NaN."""
         T = visible.shape[1]
-        own = visible | torch.eye(T, dtype=torch.bool, device=visible.device)
+        visible = visible | torch.eye(T, dtype=torch.bool, device=visible.device)
         index = torch.arange(self.S, device=visible.device) - base[:, None]  # [R, S]
         inside = index.clamp(0, T - 1)[:, None].expand(-1, T, -1)  # [R, T, S]
-        seen = own.gather(2, inside) & (index < T)[:, None]
+        seen = visible.gather(2, inside) & (index < T)[:, None]
         return (seen | (index < 0)[:, None])[:, None], index
 
     def view(self, *_: int) -> StaticRows:

@@ -56,9 +56,9 @@ class Answer:
         self.prompt_token_ids = part.get("prompt_token_ids") or self.prompt_token_ids
         for piece in part.get("choices") or ():
             self.choices.setdefault(piece["index"], Choice()).add(piece)
-        said = (part.get("metrics") or {}).get("speculative_decoding")
-        if said is not None:
-            self.spec_decode = counters_of(said)
+        drafting = (part.get("metrics") or {}).get("speculative_decoding")
+        if drafting is not None:
+            self.spec_decode = counters_of(drafting)
 
 
 def read_exchanges(
@@ -71,22 +71,22 @@ def read_exchanges(
         body = from_json(request)
         if body.get("echo"):
             return []
-        said = Answer()
+        whole = Answer()
         for part in _events(answer) if events else [from_json(answer)]:
-            said.add(part)
-        return [_exchange(time, body, said, index) for index in sorted(said.choices)]
+            whole.add(part)
+        return [_exchange(time, body, whole, index) for index in sorted(whole.choices)]
     except (ValueError, TypeError, KeyError, IndexError, AttributeError):  # of another shape
         return []
 
 
-def counters_of(said: Mapping[str, Any]) -> SpecDecodeCounters:
+def counters_of(drafting: Mapping[str, Any]) -> SpecDecodeCounters:
     """The counters in vLLM's `speculative_decoding` of an answer. acceptance_histogram[j] counts
     the rounds that accepted j drafts, so those that accepted draft k are the rounds beyond k."""
-    histogram = said["acceptance_histogram"]
+    histogram = drafting["acceptance_histogram"]
     return SpecDecodeCounters(
-        num_drafts=said["num_spec_steps"],
-        num_draft_tokens=said["num_draft_tokens"],
-        num_accepted_tokens=said["num_accepted_draft_tokens"],
+        num_drafts=drafting["num_spec_steps"],
+        num_draft_tokens=drafting["num_draft_tokens"],
+        num_accepted_tokens=drafting["num_accepted_draft_tokens"],
         num_accepted_tokens_per_pos=[sum(histogram[k:]) for k in range(1, len(histogram))],
     )
 
@@ -99,9 +99,9 @@ def _events(answer: bytes) -> Iterator[Json]:
             yield from_json(data)
 
 
-def _exchange(time: float, body: Json, said: Answer, index: int) -> LoggedExchange:
-    choice = said.choices[index]
-    prompt_token_ids = choice.prompt_token_ids or said.prompt_token_ids
+def _exchange(time: float, body: Json, answer: Answer, index: int) -> LoggedExchange:
+    choice = answer.choices[index]
+    prompt_token_ids = choice.prompt_token_ids or answer.prompt_token_ids
     messages = body.get("messages")
     prompt = None
     if messages is None:
@@ -111,7 +111,7 @@ def _exchange(time: float, body: Json, said: Answer, index: int) -> LoggedExchan
         prompt = None
     return LoggedExchange(
         time=time,
-        model=said.model,
+        model=answer.model,
         messages=messages,
         chat_template_kwargs={} if messages is None else asked_template(body),
         prompt=prompt,
@@ -120,7 +120,7 @@ def _exchange(time: float, body: Json, said: Answer, index: int) -> LoggedExchan
         token_ids=choice.token_ids,
         finish_reason=choice.finish_reason,
         sampling=asked_sampling(body),
-        spec_decode=said.spec_decode,
+        spec_decode=answer.spec_decode,
     )
 
 

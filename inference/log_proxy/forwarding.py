@@ -115,12 +115,12 @@ class Forwarder:
 
     def _request(self, scope: Scope, body: _Body) -> httpx2.Request:
         raw: Headers = scope["headers"]
-        own = OF_THE_REQUEST
+        left_out = OF_THE_REQUEST
         headers = [(b"Host", self._host)]
         if any(name == b"transfer-encoding" for name, _ in raw):
-            own = own | {b"content-length"}  # is overridden (RFC 9112, 6.3)
+            left_out = left_out | {b"content-length"}  # is overridden (RFC 9112, 6.3)
             headers.append((b"Transfer-Encoding", b"chunked"))
-        headers += [pair for pair in _passed_on(raw) if pair[0] not in own]
+        headers += [pair for pair in _passed_on(raw) if pair[0] not in left_out]
         target = scope["raw_path"]
         if target.startswith(b"/"):  # not `*`, nor the absolute form, which stay as they are
             target = self._prefix + target
@@ -176,8 +176,8 @@ def _passed_on(headers: Iterable[tuple[bytes, bytes]]) -> Headers:
     """The headers that are not of one connection."""
     kept = list(headers)
     named = b",".join(value for name, value in kept if name.lower() == b"connection")
-    own = OF_ONE_CONNECTION | {name.strip().lower() for name in named.split(b",")}
-    return [(name, value) for name, value in kept if name.lower() not in own]
+    left_out = OF_ONE_CONNECTION | {name.strip().lower() for name in named.split(b",")}
+    return [(name, value) for name, value in kept if name.lower() not in left_out]
 
 
 async def _send_error(send: Send, error: Exception) -> None:

@@ -38,8 +38,8 @@ def read_compilation(options: EngineOptions, device: str) -> CompileOptions | No
     On CUDA they are compiled by default, for batches of up to MOST_ROWS; for all batches with
     `enforce_eager=False`, or with a config whose mode or cudagraph_mode is not NONE. Never with
     `enforce_eager=True`, mode NONE or cudagraph_mode NONE alone; on a CPU with a backend alone."""
-    given = options.compilation_config
-    fields: dict[str, Any] = {"mode": given} if isinstance(given, int) else dict(given or {})
+    config = options.compilation_config
+    fields: dict[str, Any] = {"mode": config} if isinstance(config, int) else dict(config or {})
     mode = fields.pop("mode", None)
     backend = fields.pop("backend", "")
     graphs = str(fields.pop("cudagraph_mode", None) or "").upper()

@@ -216,12 +216,11 @@ def _alteration(module: nn.Module) -> str | None:
 
 def _projections(layer: nn.Module) -> list[nn.Module]:
     """Those of experts are not among them."""
-    return [
-        getattr(getattr(layer, parent), part)
-        for parent, parts in PROJECTIONS.items()
-        for part in parts
-        if hasattr(getattr(layer, parent), part)
-    ]
+    projections: list[nn.Module] = []
+    for name, parts in PROJECTIONS.items():
+        parent = getattr(layer, name)
+        projections += [getattr(parent, part) for part in parts if hasattr(parent, part)]
+    return projections
 
 
 def _packs(runner: FrozenTarget) -> bool:

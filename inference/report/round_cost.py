@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, chain
 from statistics import fmean, median
 from typing import Any
 
@@ -69,8 +69,8 @@ def round_cost(parts: Sequence[RoundTimes], num_speculative_tokens: int) -> Roun
     """The report's record of the rounds timed on some workloads, K drafts at most; None with too
     few of them."""
     plain = _usual(time for times in parts for time in times.plain)
-    drafting = _usual(time for times in parts for time in times.drafting if time.drafts)
-    single = _usual(time for times in parts for time in times.single if time.drafts)
+    drafting = _usual(_drafted(times.drafting for times in parts))
+    single = _usual(_drafted(times.single for times in parts))
     if min(len(plain), len(drafting)) < LEAST_ROUNDS:
         return None
     step = _mean(plain)
@@ -94,6 +94,11 @@ def round_cost(parts: Sequence[RoundTimes], num_speculative_tokens: int) -> Roun
         break_even_by_length=by_length,
         **shares,
     )
+
+
+def _drafted(passes: Iterable[Sequence[RoundTime]]) -> list[RoundTime]:
+    """The rounds of these passes in which something was drafted."""
+    return [time for time in chain.from_iterable(passes) if time.drafts]
 
 
 def _usual(times: Iterable[RoundTime]) -> list[RoundTime]:

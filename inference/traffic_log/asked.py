@@ -1,5 +1,5 @@
 """What a log keeps of the body of a request: sampling parameters, and what the chat template was
-given. Nothing else of it, such as the name of a user, is read."""
+named. Nothing else of it, such as the name of a user, is read."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def asked_sampling(body: Mapping[str, Any]) -> dict[str, Any]:
 
 def asked_template(body: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of the chat template that a body names."""
-    given = {name: body[name] for name in TEMPLATE if body.get(name) is not None}
+    named = {name: body[name] for name in TEMPLATE if body.get(name) is not None}
     if body.get("tool_choice") == "none":  # then no tools are shown to the model
-        given.pop("tools", None)
-    return given | (body.get("chat_template_kwargs") or {})
+        named.pop("tools", None)
+    return named | (body.get("chat_template_kwargs") or {})

@@ -43,13 +43,10 @@ def read_log(
 
 
 def read_counters(
-    folder: Path,
-    since: float | None = None,
-    until: float | None = None,
-    torn: list[Path] | None = None,
+    folder: Path, since: float | None = None, until: float | None = None
 ) -> Iterator[LoggedCounters]:
     """What a server's counters grew by, as `read_log`; none where the log has no counters."""
-    return _read(LoggedCounters, "counters", folder, since, until, torn)
+    return _read(LoggedCounters, "counters", folder, since, until, None)
 
 
 class _File(NamedTuple):

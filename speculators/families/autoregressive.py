@@ -316,16 +316,19 @@ class DecoderChain(ChainDrafter):
     @override
     @property
     def attention_layers(self) -> int:
+        """All of its decoder layers."""
         return len(self.layers)
 
     @override
     @property
     def window(self) -> int | None:
+        """The sliding window of its config."""
         return self.config.sliding_window
 
     @override
     @property
     def max_depth(self) -> int | None:
+        """Its window: no more depths than a slot reads positions."""
         return self.window
 
     @torch.no_grad()

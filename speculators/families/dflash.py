@@ -105,6 +105,7 @@ class DFlashConfig(DecoderConfig):
     @override
     @property
     def max_drafts(self) -> int:
+        """The slots of a block that are drafted from."""
         return self.block_size - self.first_slot
 
     @override
@@ -230,11 +231,13 @@ class DFlash(Drafter):
     @override
     @property
     def vocabulary_heads(self) -> list[nn.Linear]:
+        """The head that it was trained with; none, if it reads the target's."""
         return [] if self.lm_head is None else [self.lm_head]
 
     @override
     @property
     def borrowed_head(self) -> TargetHead | None:
+        """The target's, if it has none."""
         return self.target if self.lm_head is None else None
 
     # ---------------------------------------------------- starting weights, and how it is trained

@@ -88,6 +88,7 @@ class DSpark(DFlash):
     @override
     @property
     def vocabulary_heads(self) -> list[nn.Linear]:
+        """DFlash's, and the one of the bias by the token before."""
         return [*super().vocabulary_heads, self.markov_head.markov_w2]
 
     @override

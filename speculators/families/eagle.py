@@ -102,6 +102,7 @@ class Eagle(DecoderChain):
     @override
     @property
     def borrowed_head(self) -> TargetHead:
+        """The target's: EAGLE has no output head."""
         return self.target
 
     # ---------------------------------------------------- starting weights, and how it is trained

@@ -144,6 +144,7 @@ class Eagle3(DecoderChain):
     @override
     @property
     def vocabulary_heads(self) -> list[nn.Linear]:
+        """Its output head, over the draft vocabulary."""
         return [self.lm_head]
 
     # -------------------------------------------------------------- starting weights

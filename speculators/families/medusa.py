@@ -46,6 +46,7 @@ class MedusaConfig(MedusaShape, DrafterConfig):
     @override
     @property
     def max_drafts(self) -> int:
+        """A token for each head."""
         return self.num_heads
 
     @override
@@ -100,6 +101,7 @@ class Medusa(SlotwiseDrafter):
     @override
     @property
     def vocabulary_heads(self) -> list[nn.Linear]:
+        """One for each depth, or one for all."""
         return list(self.lm_heads)  # type: ignore[arg-type]
 
     @override

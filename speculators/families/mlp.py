@@ -53,6 +53,7 @@ class MLPConfig(DrafterConfig):
     @override
     @property
     def max_drafts(self) -> int:
+        """A token for each head."""
         return self.n_predict
 
     @override
@@ -147,6 +148,7 @@ class MLPSpeculator(SlotwiseDrafter):
     @override
     @property
     def vocabulary_heads(self) -> list[nn.Linear]:
+        """One for each depth, or one for all."""
         return list(self.heads)  # type: ignore[arg-type]
 
     @torch.no_grad()

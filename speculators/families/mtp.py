@@ -57,6 +57,7 @@ class MtpConfig(DecoderConfig):
     @override
     @property
     def usual_drafts(self) -> int:
+        """One, whatever the depths that it was trained at."""
         return 1
 
     @model_validator(mode="before")
@@ -170,11 +171,13 @@ class Mtp(ChainDrafter):
     @override
     @property
     def attention_layers(self) -> int:
+        """One, which every depth runs."""
         return 1
 
     @override
     @property
     def borrowed_head(self) -> TargetHead:
+        """The target's: a module has no output head."""
         return self.target
 
     def attach(self, target: TargetHead) -> Mtp:

@@ -31,6 +31,7 @@ class PEagleConfig(Eagle3Config):
     @override
     @property
     def max_drafts(self) -> int:
+        """A token for each depth of its forward."""
         return self.num_depths
 
     @override
@@ -75,6 +76,7 @@ class PEagle(Eagle3):
     @override
     @property
     def max_depth(self) -> int:
+        """The depths of its forward, as far as they lie within the window."""
         return min(self.config.num_depths, self.window or self.config.num_depths)
 
     def __init__(self, config: PEagleConfig) -> None:

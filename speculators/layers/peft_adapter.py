@@ -42,9 +42,8 @@ class Adapter:
                 for name, tensor in self.peft.get_base_model().state_dict().items()
                 if self.peft.base_model.prefix not in name  # of peft's tensors
             }
-            copies = {
-                x.data_ptr(): x.detach().clone() for x in plain.values()
-            }  # tied ones stay tied
+            # one of each memory: tied ones stay tied
+            copies = {x.data_ptr(): x.detach().clone() for x in plain.values()}
             return {name: copies[tensor.data_ptr()] for name, tensor in plain.items()}
         finally:
             self.peft.unmerge_adapter()

@@ -66,9 +66,6 @@ class FrozenTarget(TargetHead):
         self._masks_by_kind = bool(getattr(self.config, "layer_types", None))
         self._attends_by_name = True
         self._packs = not self._parts.stateful
-        self._window = self._parts.window
-        self._has_full = probe.FULL in self._parts.kinds
-        self.has_window = probe.SLIDING in self._parts.kinds
         self._collected: dict[int, Tensor] | None = None  # taps of the forward in progress
         self._handles = [self._hook_tap(tap) for tap in self.tap_layers]
         self._tapped = bool(self.tap_layers)
@@ -86,7 +83,7 @@ class FrozenTarget(TargetHead):
             parts, recurrent = probe.find_recurrent(parts)
             self._masks_by_kind = probe.confirm_masks(parts)
             self._attends_by_name = probe.attends_by_name(parts)
-            self._set_parts(parts)
+            self._parts = parts
             if recurrent is None:
                 probe.confirm_packing(parts, self._probe_packed)
                 return
@@ -96,13 +93,6 @@ class FrozenTarget(TargetHead):
             self._attends_by_name = False
         self._packs = False  # each text of a row alone
         probe.confirm_packing(parts, self._probe_packed)
-
-    def _set_parts(self, parts: Parts) -> None:
-        """Takes over the kinds of layers that a probe has found."""
-        self._parts = parts
-        self._window = parts.window
-        self._has_full = probe.FULL in parts.kinds
-        self.has_window = probe.SLIDING in parts.kinds
 
     @classmethod
     def from_pretrained(
@@ -176,6 +166,11 @@ class FrozenTarget(TargetHead):
                 " (regenerate.endpoints) and evaluate by real vLLM (evaluation.engines: [vllm])",
                 where=f"{what}",
             )
+
+    @property
+    def has_window(self) -> bool:
+        """True if a layer has a sliding window."""
+        return probe.SLIDING in self._parts.kinds
 
     @property
     def decoder(self) -> nn.Module:
@@ -315,7 +310,7 @@ class FrozenTarget(TargetHead):
     ) -> tuple[Tensor | None, Tensor]:
         """A forward of packed rows without masks."""
         full, sliding = (
-            placeholder(window, self.device, self.dtype) for window in (0, self._window or 0)
+            placeholder(window, self.device, self.dtype) for window in (0, self._parts.window)
         )
         with packed(self.config, layout):
             return self._decode(input_ids, position_ids, self._shape_masks(full, sliding), None)
@@ -355,19 +350,20 @@ class FrozenTarget(TargetHead):
         """The decoder's attention_mask: additive [B, 1, T, S] per kind of layer, or None where the
         kernel's causal rule is enough. `queries` [B, T] and `keys` [B, S]: positions for windows;
         None: those of one text per row."""
-        narrow = self.has_window and past + T > self._window
+        narrow = self.has_window and past + T > self._parts.window
         if mask is None:
             if not narrow and (T == 1 or (past == 0 and not self._eager)):
                 return self._shape_masks(None, None)
             keys = torch.arange(past + T, device=self.device)[None]  # [1, S]
             queries = keys[:, past:]
             mask = keys <= queries[:, None, :, None]  # [1, 1, T, S]
-        full = self._additive(mask, B) if self._has_full or not narrow else None
+        full = self._additive(mask, B) if probe.FULL in self._parts.kinds or not narrow else None
         if not narrow:
             return self._shape_masks(full, full)
         keys = torch.arange(mask.shape[-1], device=self.device)[None] if keys is None else keys
         queries = keys[:, past:] if queries is None else queries
-        inside = keys[:, None, None, :] > queries[:, None, :, None] - self._window  # [B, 1, T, S]
+        first = queries[:, None, :, None] - self._parts.window  # [B, 1, T, 1]
+        inside = keys[:, None, None, :] > first  # [B, 1, T, S]
         return self._shape_masks(full, self._additive(mask & inside, B))
 
     def _additive(self, mask: Tensor, B: int) -> Tensor:

@@ -54,9 +54,8 @@ def test_compare_gives_every_recipe_its_time_and_its_row(recipes, tmp_path, monk
     resolved = read(out / "medusa-2" / "recipe.yaml")
     assert [s["training"]["max_minutes"] for s in resolved["stages"]] == [0.015, 0.005]
     stamps = [report.stat().st_mtime_ns for report in reports]
-    assert (
-        list(compare_recipes(recipes, {"max_minutes": 0.02}, out)) == entries
-    )  # what is there is not run again
+    # what is there is not run again
+    assert list(compare_recipes(recipes, {"max_minutes": 0.02}, out)) == entries
     assert [report.stat().st_mtime_ns for report in reports] == stamps
 
 

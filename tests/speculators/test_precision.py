@@ -128,7 +128,9 @@ def test_an_accelerator_that_torch_was_built_for_but_is_not_there_is_not_used(mo
     gpus: list[torch.device] = []
 
     def current(check_available: bool = False) -> torch.device | None:
-        return gpus[0] if gpus else None if check_available else torch.device("cuda")
+        if gpus:
+            return gpus[0]
+        return None if check_available else torch.device("cuda")
 
     monkeypatch.setattr(torch.accelerator, "current_accelerator", current)
     assert own_device() == torch.device("cpu")

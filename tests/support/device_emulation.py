@@ -11,11 +11,11 @@ refuse, and count waits.
 
 Refused as on a GPU: a host tensor among device tensors (0-dimensional ones excepted where torch
 makes an exception), an index on another device, `.numpy()`, pinning an expanded tensor; attention
-comes in the layout of CUDA's kernels. Counted: every place where the host
-waits for the device, because it reads a value or a size from it, or copies to it from memory that
-is not pinned; and the operations that it launches, forward and backward: torch's, of which a CPU
-decomposes some otherwise than a GPU, and without views and empty tensors. Not seen: kernels, their
-numerics, NCCL, CUDA graphs, streams (all work is done when it is launched), memory."""
+comes in the layout of CUDA's kernels. Counted: every place where the host waits for the device,
+because it reads a value or a size from it, or copies to it from memory that is not pinned; and the
+operations that it launches, forward and backward: torch's, of which a CPU decomposes some otherwise
+than a GPU, and without views and empty tensors. Not seen: kernels, their numerics, NCCL, CUDA
+graphs, streams (all work is done when it is launched), memory."""
 
 from __future__ import annotations
 

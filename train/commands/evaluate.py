@@ -131,9 +131,9 @@ def _evaluate_recipe(recipe: Path, options: EvaluateOptions, engines: Engines | 
     from draftsmith.train.pipeline.evaluate_again import evaluate_run
     from draftsmith.train.recipe.load import load_recipe
 
-    given = [name for name in BY_RECIPE if getattr(options, name) not in (None, "", [])]
-    if given:
-        instead = [f"{flag_name(name)} ({BY_RECIPE[name]})" for name in given]
+    named = [name for name in BY_RECIPE if getattr(options, name) not in (None, "", [])]
+    if named:
+        instead = [f"{flag_name(name)} ({BY_RECIPE[name]})" for name in named]
         raise ConfigError(
             f"a recipe decides {', '.join(instead)} itself; give another value of its key behind"
             " the recipe, such as evaluation.max_tokens=64, or leave the recipe out",

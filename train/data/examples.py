@@ -219,15 +219,15 @@ def _require_unicode(text: str) -> None:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        found = ord(text[error.start])
+        surrogate = ord(text[error.start])
         place = f"behind {_quote(text[max(error.start - QUOTED, 0) : error.start])}"
-        if found - ESCAPED in range(0x80, 0x100):
+        if surrogate - ESCAPED in range(0x80, 0x100):
             raise ValueError(
-                f"text that is not UTF-8: the byte {found - ESCAPED:#x} {place}; save the file as"
-                " UTF-8"
+                f"text that is not UTF-8: the byte {surrogate - ESCAPED:#x} {place}; save the"
+                " file as UTF-8"
             ) from None
         raise ValueError(
-            f"text that is no Unicode: half a surrogate pair, \\u{found:x}, {place}; write the"
+            f"text that is no Unicode: half a surrogate pair, \\u{surrogate:x}, {place}; write the"
             " whole character, or leave it out"
         ) from None
 

@@ -87,8 +87,8 @@ def _splits(path: Path) -> dict[str, list[Path]]:
     if not any(kind_of(file) for file in path.rglob("*")):
         return {}
     splits = {}
-    found = DataFilesDict.from_patterns(get_data_patterns(str(path)), base_path=str(path))
-    for name, paths in found.items():
+    by_split = DataFilesDict.from_patterns(get_data_patterns(str(path)), base_path=str(path))
+    for name, paths in by_split.items():
         files = [path / Path(file).relative_to(path.resolve()) for file in paths]
         if files := sorted(file for file in files if kind_of(file)):
             splits[str(name)] = files

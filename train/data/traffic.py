@@ -224,11 +224,13 @@ class TrafficReader:
 
     def _tokenizer(self, exchange: LoggedExchange) -> ConversationTokenizer:
         """Of the template as this exchange had it: its variables, and the date of its day."""
-        own = {name: v for name, v in exchange.chat_template_kwargs.items() if name != "tools"}
+        variables = {
+            name: v for name, v in exchange.chat_template_kwargs.items() if name != "tools"
+        }
         return ConversationTokenizer(
             self.tokenizer,
             chat_template=self.template,
-            template_kwargs=self.data.chat_template_kwargs | own,
+            template_kwargs=self.data.chat_template_kwargs | variables,
             reasoning=self.data.reasoning,
             date=datetime.fromtimestamp(exchange.time) if self.asks_for_date else None,
         )

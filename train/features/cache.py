@@ -243,9 +243,9 @@ def _checksum(parts: dict[str, Tensor]) -> int:
 
 def missing(cache: FeatureCache, rows: Sequence[PackedRow]) -> dict[bytes, int]:
     """The texts of `rows` that are not in the cache, and their lengths."""
-    return {
-        text: place.stop - place.start
-        for row in rows
-        for text, place in texts_of(row)
-        if text not in cache
-    }
+    lengths: dict[bytes, int] = {}
+    for row in rows:
+        for text, place in texts_of(row):
+            if text not in cache:
+                lengths[text] = place.stop - place.start
+    return lengths

@@ -47,6 +47,7 @@ SIZES = {
     "cuda": Sizes(rows=2048, bytes=5 << 28, fewest=512, block_bytes=128 << 20),
 }
 
+ARGMAX_BLOCK = 64  # logits of which `argmax` takes the maximum at once
 SLAB = 512  # rows of a weight's gradient that are added at once: adding another dtype makes a copy
 
 
@@ -466,14 +467,14 @@ def leaves(logits: Tensor) -> dict[GradientEdge, Tensor]:
     return tensors
 
 
-def argmax(z: Tensor, block: int = 64) -> Tensor:
+def argmax(z: Tensor) -> Tensor:
     """z.argmax(-1, keepdim=True), the first of equals; by block maxima, which a CPU vectorises."""
-    if z.device.type != "cpu" or torch.compiler.is_compiling() or z.shape[-1] % block:
+    if z.device.type != "cpu" or torch.compiler.is_compiling() or z.shape[-1] % ARGMAX_BLOCK:
         return z.argmax(-1, keepdim=True)
-    blocks = z.unflatten(-1, (-1, block))
+    blocks = z.unflatten(-1, (-1, ARGMAX_BLOCK))
     first = blocks.amax(-1).argmax(-1, keepdim=True)
     within = torch.take_along_dim(blocks, first[..., None], -2).argmax(-1)
-    return first * block + within
+    return first * ARGMAX_BLOCK + within
 
 
 def to_target(draft_ids: Tensor, draft_to_target: Tensor | None) -> Tensor:

@@ -333,8 +333,8 @@ class DataStage:
 
     def held_out(self) -> dict[float, list[Response]]:
         """Texts the target wrote at each evaluated temperature to validation prompts, workloads in
-        turn. They are sampled with the filters of
-        `evaluation`, under which drafts are verified, not with those of `regenerate`."""
+        turn. They are sampled with the filters of `evaluation`, under which drafts are verified,
+        not with those of `regenerate`."""
         e = self.recipe.evaluation
         if not self.recipe.data.validation:
             return {}

@@ -292,15 +292,15 @@ class _Drift:
     def _print_days(self, days: Sequence[Day]) -> None:
         table = new_table("by day", "from (UTC)", "requests", "units", "tokens", "τ", "K", "source")
         for day in days:
-            found = day.acceptance
+            acceptance = day.acceptance
             table.add_row(
                 datetime.fromtimestamp(day.start, UTC).strftime("%Y-%m-%d %H:%M"),
                 f"{day.requests:,}",
-                f"{found.units:,}" if found else NONE,
-                f"{found.tokens:,.0f}" if found else NONE,
-                _length(found),
-                f"{day.most_drafts}" if found else NONE,
-                day.source if found else NONE,
+                f"{acceptance.units:,}" if acceptance else NONE,
+                f"{acceptance.tokens:,.0f}" if acceptance else NONE,
+                _length(acceptance),
+                f"{day.most_drafts}" if acceptance else NONE,
+                day.source if acceptance else NONE,
             )
         self.stages.console.print(table)
 
@@ -358,7 +358,8 @@ def _by_sampling(texts: Sequence[LoggedText]) -> dict[Sampling, list[LoggedText]
     return groups
 
 
-def _length(found: Acceptance | None) -> str:
-    if found is None:
+def _length(acceptance: Acceptance | None) -> str:
+    if acceptance is None:
         return NONE
-    return f"{found.length:.3f} ± {found.error:.3f}" if found.units > 1 else f"{found.length:.3f}"
+    length = f"{acceptance.length:.3f}"
+    return f"{length} ± {acceptance.error:.3f}" if acceptance.units > 1 else length

@@ -14,7 +14,7 @@ import os
 import shutil
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -358,17 +358,7 @@ class _Refresh:
             "newest": newest.tree(),
             "old_suite": old.tree(),
         }
-        table = Table("judge", "texts", "τ before", "τ after", "difference", "of τ - 1")
-        for name, found in (("newest texts", newest), ("old suite", old)):
-            table.add_row(
-                name,
-                f"{found.texts}",
-                f"{found.before:.3f}",
-                f"{found.after:.3f}",
-                f"{found.gain:+.3f} ± {found.error:.3f}",
-                f"{100 * found.relative_gain:+.1f} %",
-            )
-        self.stages.console.print(table)
+        self.stages.console.print(_table({"newest texts": newest, "old suite": old}))
         for reason in reasons:
             self.stages.say(f"refused: {reason}")
         kept = "the old head stays" if reasons else f"exported; the old head is in {PREVIOUS}/"
@@ -377,6 +367,21 @@ class _Refresh:
 
 
 # ------------------------------------------------------------- pure functions
+
+
+def _table(judgements: Mapping[str, Judgement]) -> Table:
+    """The old head and the new one, a row for each set of texts that they were judged on."""
+    table = Table("judge", "texts", "τ before", "τ after", "difference", "of τ - 1")
+    for name, judgement in judgements.items():
+        table.add_row(
+            name,
+            f"{judgement.texts}",
+            f"{judgement.before:.3f}",
+            f"{judgement.after:.3f}",
+            f"{judgement.gain:+.3f} ± {judgement.error:.3f}",
+            f"{100 * judgement.relative_gain:+.1f} %",
+        )
+    return table
 
 
 def derived_recipe(
@@ -478,14 +483,15 @@ def _of_common_sampling(texts: Sequence[LoggedText]) -> list[LoggedText]:
 
 def _require_enough(part: TrafficSlice) -> None:
     """DataError if the judge could not tell a gain from chance."""
-    found = len({text.conversation for text in part.judge}) if part.texts else 0
-    if found >= LEAST_CONVERSATIONS and part.train and part.choice:
+    conversations = len({text.conversation for text in part.judge}) if part.texts else 0
+    if conversations >= LEAST_CONVERSATIONS and part.train and part.choice:
         return
     needed = round(LEAST_CONVERSATIONS / (1 - JUDGE_FROM))
     raise DataError(
         f"too little: {len(part.texts)} texts, of which the newest {1 - JUDGE_FROM:.0%} are of"
-        f" {found} conversations; {LEAST_CONVERSATIONS} are needed there, some {needed} texts of"
-        f" different conversations in all. Wait for traffic, or raise --days. {describe(part)}",
+        f" {conversations} conversations; {LEAST_CONVERSATIONS} are needed there, some {needed}"
+        f" texts of different conversations in all. Wait for traffic, or raise --days."
+        f" {describe(part)}",
         where="--log",
     )
 

@@ -66,7 +66,7 @@ def merged(head: Proposal, beside: Proposal, taken: Sequence[int]) -> Proposal:
         token_ids[row, :count] = drafts
         if q is not None:
             q[row, :count] = torch.nn.functional.one_hot(drafts, q.shape[-1])
-    counts = [mine or theirs for mine, theirs in zip(taken, head.counts, strict=True)]
+    counts = [ahead or behind for ahead, behind in zip(taken, head.counts, strict=True)]
     return Proposal(token_ids, counts, q)
 
 

@@ -61,22 +61,26 @@ class HeadOptions(MethodOptions):
     @override
     @property
     def beside(self) -> MethodOptions | None:
+        """The method that `with` names."""
         return self.with_
 
     @override
     @property
     def samples(self) -> bool:
+        """True unless drafts are to be the most likely tokens."""
         return self.draft_sample_method == "probabilistic"
 
     @override
     @property
     def default_tokens(self) -> int | None:
+        """The nodes of a static tree; None: the number is asked for."""
         # what the drafter's folder says is filled in before (speculative_config.py)
         return self.tree.budget if isinstance(self.tree, StaticTree) else None
 
     @override
     @property
     def tree(self) -> TreeShape | None:
+        """The static tree that is written out, or the dynamic one of a width; None: chains."""
         if self.speculative_token_tree is not None:
             return StaticTree.parse(self.speculative_token_tree)
         if self.speculative_eagle_topk is None or self.num_speculative_tokens is None:

@@ -216,6 +216,7 @@ class LookaheadOptions(MethodOptions):
     @override
     @property
     def fixed_shape(self) -> bool:
+        """Its guesses and its window have the size of the options."""
         return True
 
     @property

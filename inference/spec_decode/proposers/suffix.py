@@ -208,6 +208,7 @@ class SuffixOptions(MethodOptions):
     @override
     @property
     def default_tokens(self) -> int:
+        """The tokens of the longest pattern."""
         return self.suffix_decoding_max_tree_depth
 
     @override

@@ -91,9 +91,8 @@ def token_rule(p: Tensor, proposal: Proposal) -> Verdict:
     Leviathan et al. 2211.17192, Chen et al. 2302.01318. One-hot q: accept with p(x), else p without
     x."""
     chosen = proposal.token_ids.unsqueeze(-1)  # [B, K, 1]
-    accept = (
-        p[:, : proposal.width].gather(-1, chosen).squeeze(-1)
-    )  # [B, K], p(x); q(x) is 1 if one-hot
+    # [B, K], p(x); q(x) is 1 if one-hot
+    accept = p[:, : proposal.width].gather(-1, chosen).squeeze(-1)
     if proposal.q is not None:
         q_chosen = proposal.q.gather(-1, chosen).squeeze(-1)
         # q(x) = 0 cannot have been drawn: reject it rather than divide
@@ -116,9 +115,8 @@ def block_rule(p: Tensor, proposal: Proposal) -> Verdict:
     rise = p[:, :width].gather(-1, chosen).squeeze(-1).log()  # [B, K]
     if proposal.q is not None:
         q_chosen = proposal.q.gather(-1, chosen).squeeze(-1)
-        rise = torch.where(
-            q_chosen > 0, rise - q_chosen.log(), -torch.inf
-        )  # q(x) = 0 cannot have been drawn
+        # q(x) = 0 cannot have been drawn
+        rise = torch.where(q_chosen > 0, rise - q_chosen.log(), -torch.inf)
     logs = [p.new_zeros(p.shape[0])]
     for k in range(width):
         logs.append((logs[-1] + rise[:, k]).clamp(max=0))
@@ -129,9 +127,8 @@ def block_rule(p: Tensor, proposal: Proposal) -> Verdict:
     else:
         rest = (inner.unsqueeze(-1) * p[:, 1:width] - proposal.q[:, 1:]).clamp_(min=0).sum(-1)
     below = rest + 1 - inner
-    accept = torch.cat(
-        [torch.where(below > 0, rest / below, 1.0), scale[:, width:]], dim=1
-    )  # [B, K]
+    but_last = torch.where(below > 0, rest / below, 1.0)  # [B, K-1]
+    accept = torch.cat([but_last, scale[:, width:]], dim=1)  # [B, K]
     last = torch.arange(1, width + 1, device=p.device) == counts  # a row may have drafted fewer
     accept = torch.where(last, scale[:, 1:], accept)
     return Verdict(

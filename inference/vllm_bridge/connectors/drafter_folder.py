@@ -65,10 +65,8 @@ class DrafterFolderEngine(own.WeightTransferEngine[NoInfo, DrafterFolder]):
         """Puts the drafter of the folder into the model. ValueError, FileNotFoundError: it is none,
         or none of the same shape."""
         folder = Path(update_info.folder)
-        found = facts(folder)
-        differing = {
-            key for key in {*found, *self._facts} if found.get(key) != self._facts.get(key)
-        }
+        new = facts(folder)
+        differing = {key for key in {*new, *self._facts} if new.get(key) != self._facts.get(key)}
         if differing:
             raise ValueError(f"{folder}: not of the running drafter's shape: {sorted(differing)}")
         tensors: dict[str, Any] = {}

@@ -172,6 +172,8 @@ class DraftModel(TokenDrafter):
     @override
     @property
     def runner(self) -> FrozenTarget:
+        """The model as a target: made on first use, and anew once weights were moved or replaced.
+        ConfigError if its drafts cannot be taken back."""
         if not self._runners:
             trained = [p for p in self.model.parameters() if p.requires_grad]
             # Its probes compare in the model's precision.
@@ -216,6 +218,7 @@ class DraftModel(TokenDrafter):
     @override
     @property
     def writer(self) -> FrozenTarget | None:
+        """The model itself, if it writes the target's tokens."""
         return self.runner if self.token_map is None else None
 
     @override
@@ -237,6 +240,8 @@ class DraftModel(TokenDrafter):
     @override
     @property
     def draft_to_target(self) -> Tensor | None:
+        """[V_draft] of a reduced vocabulary, of the tokens that two tokenizers share, or of a table
+        shorter than the target's; None: ids are the target's."""
         if self.config.reduced_vocabulary:
             return self.target_ids
         if self.token_map is not None:
@@ -252,11 +257,13 @@ class DraftModel(TokenDrafter):
     @override
     @property
     def borrowed_head(self) -> FrozenTarget:
+        """The model's own."""
         return self.runner
 
     @override
     @property
     def borrowed_ids(self) -> Tensor:
+        """[V_draft] in the model's own numbering."""
         if self.token_map is None:
             return self.target_ids
         return self.token_map.draft_ids[to_draft_ids(self.target_ids, self.token_map.target_ids)]

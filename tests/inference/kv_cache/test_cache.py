@@ -100,9 +100,8 @@ def write(cache, start, stop, T, value):
 def test_reads_are_views_and_growth_keeps_what_was_written():
     cache = RaggedCache(2, max_len=12)
     keys, values = write(cache, 0, 1, 3, 1)
-    assert (
-        keys.shape == (1, 2, 3, 3) and keys.untyped_storage().nbytes() == 2 * 2 * 4 * 3 * 4
-    )  # no copy
+    assert keys.shape == (1, 2, 3, 3)
+    assert keys.untyped_storage().nbytes() == 2 * 2 * 4 * 3 * 4  # no copy
     assert cache.bytes() == 2 * (2 * 2 * 4 * 3) * 4
     cache.advance(0, 3)
     keys, values = write(cache, 0, 2, 2, 7)

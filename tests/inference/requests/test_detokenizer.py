@@ -87,16 +87,14 @@ def test_invalid_bytes_are_shown_once_it_is_known_that_they_are(byte_tokenizer):
 def test_stop_strings_cut_alike_in_any_blocks(byte_tokenizer, stop, include):
     params = SamplingParams(stop=stop, include_stop_str_in_output=include)
     ids = byte_tokenizer(TEXT).input_ids
-    end, first = min(
-        (TEXT.find(s) + len(s), s) for s in params.stop if s in TEXT
-    )  # the first to be complete
+    # the first to be complete
+    end, first = min((TEXT.find(s) + len(s), s) for s in params.stop if s in TEXT)
     at = end - len(first)
     for blocks in splits(ids, 2):
         kept, stop_string, text, pieces = pushed(byte_tokenizer, [], blocks, params)
         assert stop_string == first and text == TEXT[: end if include else at] == "".join(pieces)
-        assert (
-            byte_tokenizer.decode(ids[:kept]) == TEXT[:end]
-        )  # ends with the token that completes the stop
+        # ends with the token that completes the stop
+        assert byte_tokenizer.decode(ids[:kept]) == TEXT[:end]
 
 
 def test_stop_strings_complete_before_min_tokens_do_not_count(byte_tokenizer):

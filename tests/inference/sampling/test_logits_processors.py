@@ -55,13 +55,8 @@ def test_every_place_of_a_tree_is_what_plain_decoding_would_see(settings):
     source = torch.Generator().manual_seed(0)
     request = make_request(params, bad)
     output: list[int] = []
-    for committed in (
-        [],
-        [9],
-        [9, 3, 20],
-        [4, 4, 9, 9],
-        [7],
-    ):  # the request remembers from round to round
+    # the request remembers from round to round
+    for committed in ([], [9], [9, 3, 20], [4, 4, 9, 9], [7]):
         output += committed
         request.token_ids += committed
         tree = [[], [9], [9, 9], [9, 9, 3], [4], [4, 9], [20], [20, 21, 20, 20], [33]]
@@ -78,10 +73,8 @@ def test_every_place_of_a_tree_is_what_plain_decoding_would_see(settings):
 def test_rows_without_processors_cost_nothing_and_keep_their_logits():
     logits = torch.randn(2, 3, V)
     proposal = Proposal(torch.tensor([[1, 2], [3, 0]]), [2, 1])
-    plain = [
-        make_request(SamplingParams(top_p=0.5)),
-        make_request(SamplingParams(min_tokens=5)),
-    ]  # no stop ids
+    without_stop_ids = make_request(SamplingParams(min_tokens=5))
+    plain = [make_request(SamplingParams(top_p=0.5)), without_stop_ids]
     assert process_logits(logits, proposal, plain) is logits
     mixed = [plain[0], make_request(SamplingParams(presence_penalty=1.0))]
     before = logits.clone()
@@ -115,10 +108,8 @@ def test_bad_words_are_tokens_with_and_without_a_blank_before_them(byte_tokenize
     def ids(text):
         return byte_tokenizer(text, add_special_tokens=False).input_ids
 
-    assert bad_word_ids(byte_tokenizer, ["a", " bc"]) == [
-        ids("a"),
-        ids("bc"),
-    ]  # a blank is a token of its own here
+    # a blank is a token of its own here
+    assert bad_word_ids(byte_tokenizer, ["a", " bc"]) == [ids("a"), ids("bc")]
 
     class Pieces:  # one token per word, another one after a blank
         def __call__(self, text, add_special_tokens):

@@ -76,9 +76,8 @@ def test_top_p_after_top_k_keeps_what_a_sort_of_the_whole_vocabulary_keeps(claim
     if claimed:
         request.getfixturevalue("claimed_gpu")
         device = "cuda"
-    logits = (
-        torch.randint(-3, 4, (200, 40), generator=torch.Generator().manual_seed(3)) / 2.0
-    )  # few values, many ties
+    # few values, many ties
+    logits = torch.randint(-3, 4, (200, 40), generator=torch.Generator().manual_seed(3)) / 2.0
     for top_k in (1, 2, 5, 39):
         for top_p in (0.05, 0.5, 0.9, 1 - 1e-9):
             first = probabilities(logits, SamplingParams(min_p=min_p, top_k=top_k))

@@ -48,9 +48,8 @@ class Toy:
         accepted."""
         total = np.zeros(1 + self.depth + self.depth + 1)
         for text, weight in self.texts():
-            accept = np.full(
-                (self.depth, len(text)), np.nan
-            )  # what lies past the text must not be read
+            # what lies past the text must not be read
+            accept = np.full((self.depth, len(text)), np.nan)
             for k, s in itertools.product(range(self.depth), range(len(text))):
                 if s + k + 1 < len(text):
                     before, token = text[s + k], text[s + k + 1]

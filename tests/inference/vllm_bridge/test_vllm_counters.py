@@ -11,9 +11,8 @@ from draftsmith.speculators.errors import DataError
 from tests.support.errors import raises_at
 
 K = 4
-ROUNDS = st.lists(
-    st.none() | st.integers(0, K), min_size=1, max_size=12
-)  # accepted; None: nothing was proposed
+# accepted; None: nothing was proposed
+ROUNDS = st.lists(st.none() | st.integers(0, K), min_size=1, max_size=12)
 
 
 def cut(rounds: list[int | None], limit: int) -> tuple[list[int], list[int], list[int]]:

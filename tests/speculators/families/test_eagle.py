@@ -137,9 +137,8 @@ def test_passing_through_starts_as_the_targets_last_word(tiny_model):
     (step,) = drafter.unroll(f, 1)
     passed = f.last_hidden.flatten(0, 1)[step.anchor_index]
     assert torch.nn.functional.cosine_similarity(step.hidden, passed, dim=-1).mean() > 0.8
-    assert torch.equal(
-        drafter.embed_tokens(f.input_ids), target.embed_tokens(f.input_ids)
-    )  # scaled, in Gemma
+    # scaled, in Gemma
+    assert torch.equal(drafter.embed_tokens(f.input_ids), target.embed_tokens(f.input_ids))
 
 
 # ---------------------------------------------------------------------- heads from elsewhere

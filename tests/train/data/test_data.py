@@ -382,9 +382,8 @@ def test_tokenizer_without_template_is_refused(tokenizer):
 
 def test_completion_rows_supervise_the_completion_only(tokenizer):
     example = parse_row({"prompt": "hello\n", "completion": "\nthere"}, origin="x")
-    (row,) = ConversationTokenizer(tokenizer).rows(
-        example
-    )  # the joint text would merge both line ends
+    # the joint text would merge both line ends
+    (row,) = ConversationTokenizer(tokenizer).rows(example)
     assert supervised(tokenizer, row) == ["\nthere"]
     assert row.input_ids[~row.loss_mask].tolist() == ConversationTokenizer(tokenizer).prompt_ids(
         example

@@ -336,9 +336,8 @@ def test_questions_of_a_suite_are_not_trained_on(tmp_path):
     system = {"role": "system", "content": "Be kind."}
     rows = [
         chat("hi", "1"),
-        chat(
-            "Hi", "2", "and so", "3"
-        ),  # turns this short occur in any data set, so they do not count as contamination
+        # turns this short occur in any data set, so they do not count as contamination
+        chat("Hi", "2", "and so", "3"),
         chat("why is the  sky blue?", "4"),
         {"messages": [system, *chat("Why is the sky blue?", "5")["messages"]]},
         chat("a", "b", "Why is the sky blue?", "6"),

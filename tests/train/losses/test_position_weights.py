@@ -11,11 +11,8 @@ from draftsmith.speculators.errors import ConfigError
 from draftsmith.train.losses.position_weights import PositionWeights
 from tests.support.errors import raises_at
 
-ANCHORS = [
-    torch.tensor([2, 5, 7]),
-    torch.tensor([7, 2]),
-    torch.tensor([2, 5]),
-]  # 5 has no depth 1: it ends there
+# 5 has no depth 1: it ends there
+ANCHORS = [torch.tensor([2, 5, 7]), torch.tensor([7, 2]), torch.tensor([2, 5])]
 
 
 def chains() -> list[torch.Tensor]:

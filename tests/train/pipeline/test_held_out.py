@@ -11,17 +11,19 @@ import pytest
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
-from draftsmith.inference import LLM, SamplingParams
+from draftsmith.inference.evaluation.expected_acceptance import expected_acceptance
+from draftsmith.inference.spec_decode.replay import ReplayResult
 from draftsmith.train.data.examples import Example
 from draftsmith.train.pipeline import held_out as module
 from draftsmith.train.pipeline.data_stage import workloads_in_turn
 from draftsmith.train.pipeline.held_out import held_out_evaluation, held_out_measure
 from draftsmith.train.regeneration.store import Response
 from tests.support.cases import Case, make
-from tests.support.engines import make_llm
 from tests.support.models import make_tiny_model
 from tests.support.training import recipe_of
 from tests.support.worlds import Scenario, in_worlds
+
+EAGLE3 = Case("eagle3", {"draft_vocab_size": 101}, taps=(1, 2, 3))
 
 
 def recipe(**sections):
@@ -33,57 +35,35 @@ def example(workload: str) -> Example:
     return Example(workload, "here", prompt="?")
 
 
-def written_texts(llm: LLM, count: int, **filters) -> list[Response]:
-    prompts = [{"prompt_token_ids": [3 + i % 90, 5 + i * 7 % 90, 9]} for i in range(count)]
-    params = [
-        SamplingParams(temperature=1.0, max_tokens=48, ignore_eos=True, seed=i, **filters)
-        for i in range(count)
-    ]
-    outputs = llm.generate(prompts, params, use_tqdm=False)
-    return [Response.of("w", o.prompt_token_ids, o.outputs[0].token_ids, 1.0) for o in outputs]
+def random_ids(count: int, length: int) -> list[list[int]]:
+    return np.random.default_rng(0).integers(3, 100, (count, length)).tolist()
 
 
-@pytest.mark.slow
-def test_what_is_expected_is_what_the_runtime_does_under_the_reports_filters() -> None:
-    filters = {"top_k": 5, "top_p": 0.9}
-    target, drafter = make(
-        Case("eagle3", {"draft_vocab_size": 101}, taps=(1, 2, 3)),
-        make_tiny_model("llama"),
-        noise=0.05,
-    )
+def test_held_out_texts_are_replayed_under_the_reports_filters() -> None:
+    filters = {"top_k": 60, "top_p": 0.95}
+    target, drafter = make(EAGLE3, make_tiny_model("llama"), noise=0.05)
     drafter.initialise_from(target)
     drafter.freeze()
-    llm = make_llm(
-        target,
-        drafter=drafter,
-        num_speculative_tokens=3,
-        max_num_seqs=32,
-        max_model_len=100,
-        rejection_sample_method="token",
-    )
-    texts = written_texts(llm, 96, **filters)
-    measured = llm.get_metrics().acceptance_length
+    texts = [(row[:4], row[4:]) for row in random_ids(20, 40)]
+    responses = [Response.of("w", *text, 1.0) for text in texts]
     evaluation = {"num_speculative_tokens": 3, **filters}
-    results = held_out_evaluation(recipe(evaluation=evaluation), llm.engine.target, {1.0: texts})(
-        drafter
-    )
-    error = results["expected_standard_error"]
-    assert error == results["expected_standard_error_t1"] and 0 < error < 0.02
-    assert (
-        abs(results["expected_acceptance_length"] - measured) < 4 * error
-    )  # without the filters it lies 0.1 off
+    results = held_out_evaluation(recipe(evaluation=evaluation), target, {1.0: responses})(drafter)
+
+    def expected(**filters) -> float:
+        replayed = expected_acceptance(target, drafter, texts, 1.0, 3, **filters)
+        return sum(replayed, ReplayResult()).expected_acceptance_length
+
+    assert results["expected_acceptance_length"] == expected(**filters)
+    assert expected(**filters) < min(expected(top_k=60), expected(top_p=0.95))  # each counts
+    assert results["expected_standard_error"] == results["expected_standard_error_t1"] > 0
 
 
 def shared_replays(folder: Path) -> list[tuple[dict, list[int]]]:
     """(results, texts replayed at each temperature) of one process alone and of two together."""
     accelerator = Accelerator(cpu=True)
-    target, drafter = make(
-        Case("eagle3", {"draft_vocab_size": 101}, taps=(1, 2, 3)), make_tiny_model("llama")
-    )
+    target, drafter = make(EAGLE3, make_tiny_model("llama"))
     drafter.freeze()
-    rng = np.random.default_rng(0)
-    ids = rng.integers(3, 100, (5, 12)).tolist()
-    texts = [Response.of("w", row[:4], row[4:], 0.0) for row in ids]
+    texts = [Response.of("w", row[:4], row[4:], 0.0) for row in random_ids(5, 12)]
     replayed: list[int] = []
     whole = module.expected_acceptance
 

@@ -25,8 +25,8 @@ FIGURES = {"acceptance/t0.acceptance_length", "acceptance/t0/all", "acceptance/t
 
 @pytest.fixture
 def run(tiny_model, tmp_path, monkeypatch):
-    """run(name, steps): trains for so many steps with a tracker; the report is
-    logged where `report`."""
+    """run(name, steps): trains for so many steps with a tracker; the report is logged where
+    `report`."""
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
 

@@ -48,9 +48,8 @@ def test_what_is_exported_is_what_was_trained(tiny_model, tmp_path, exported):
     )
     reloaded = FrozenTarget.from_pretrained(str(folder))
     assert cross_entropy(reloaded, TEXTS) == pytest.approx(after, rel=1e-4)
-    assert cross_entropy(trainer.target, TEXTS) == pytest.approx(
-        after, rel=1e-4
-    )  # exporting changed nothing
+    # exporting changed nothing
+    assert cross_entropy(trainer.target, TEXTS) == pytest.approx(after, rel=1e-4)
     assert (folder / "adapter_config.json").exists() == (exported == "adapter")
     assert not list(tmp_path.glob(".target*"))
 
@@ -67,12 +66,10 @@ def test_a_target_that_ran_wide_is_exported_as_narrow_as_it_was(tiny_model, tmp_
     _, after = trainer.joint.held_out_loss(TEXTS)
     folder = trainer.joint.export(tmp_path / "target", Tokenizer(), {})
     tensors = load_file(folder / "model.safetensors")
-    assert {tensor.dtype for tensor in tensors.values()} == {
-        torch.bfloat16
-    } and "lm_head.weight" not in tensors
-    assert (
-        target.dtype == torch.float32 and target.checkpoint_dtype == torch.bfloat16
-    )  # exporting changed nothing
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
+    assert "lm_head.weight" not in tensors
+    # exporting changed nothing
+    assert target.dtype == torch.float32 and target.checkpoint_dtype == torch.bfloat16
     reloaded = FrozenTarget.from_pretrained(str(folder))
     assert reloaded.dtype == torch.float32 and reloaded.checkpoint_dtype == torch.bfloat16
     assert cross_entropy(reloaded, TEXTS) == pytest.approx(after, rel=2e-3)
@@ -88,9 +85,8 @@ def test_the_targets_own_weights_do_not_move_and_the_loss_falls(tiny_model, tmp_
     for name, parameter in trainer.joint.model.named_parameters():
         assert parameter.requires_grad != (name in frozen)
         assert name not in frozen or torch.equal(parameter, frozen[name])
-    assert all(
-        bool(p.detach().abs().sum() > 0) for p in trainer.joint.trainable_parameters()
-    )  # B began at zero
+    # B began at zero
+    assert all(bool(p.detach().abs().sum() > 0) for p in trainer.joint.trainable_parameters())
 
 
 def test_the_heads_rate_is_a_multiple_and_their_weight_grows(tiny_model, tmp_path):

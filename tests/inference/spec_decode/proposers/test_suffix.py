@@ -89,7 +89,8 @@ def test_drafts_are_those_of_the_definition(options, vocabulary):
         ]
         row = request([1, 0])
         proposer.reset(0)
-        held = served[-(i if i < most else most + i % most) :] if i else []
+        count = i if i < most else most + i % most
+        held = served[-count:] if i else []
         for _ in range(12):
             row.token_ids += source.choice(phrases + served[-1:])[:9]
             limit = source.randint(1, 9)
@@ -139,9 +140,8 @@ def test_rows_keep_their_texts_when_they_move_and_leave():
     assert drafts_of(proposer, rows[2], rows[1])[0][:1] in ([8], [1])
     assert drafts_of(proposer, rows[2], rows[1])[1] == [53]
     rows[1].token_ids += [54]
-    assert (
-        len(drafts_of(proposer, rows[2])) == 1
-    )  # the other left unfinished, and is not remembered
+    # the other left unfinished, and is not remembered
+    assert len(drafts_of(proposer, rows[2])) == 1
     rows[2].token_ids += [52]
     assert drafts_of(proposer, rows[2]) == [[53]]
 
