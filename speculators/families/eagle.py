@@ -216,8 +216,8 @@ def _with_noise(features: TargetFeatures, reach: float) -> Tensor:
     seeds = torch.randint(2**62, (len(states),)) if features.seeds is None else features.seeds
     lengths = (on_host(features.segment_ids) >= 0).sum(1)
     noisy = states.clone()
-    for row, seed, length in zip(noisy, seeds.tolist(), lengths.tolist()):
+    for row, (seed, length) in enumerate(zip(seeds.tolist(), lengths.tolist())):
         source = torch.Generator(states.device).manual_seed(seed)
         noise = torch.rand(length, states.shape[-1], generator=source, device=states.device)
-        row[:length] += (2 * noise - 1) * (reach / max(length, 1))
+        noisy[row, :length] += (2 * noise - 1) * (reach / max(length, 1))
     return noisy

@@ -215,8 +215,11 @@ def _before_mlp(
     hook = norm.register_forward_pre_hook(lambda _, inputs: read.append(inputs[0]))
     try:
         for step in head.unroll(batch, depths):
+            states = read.pop()  # [B, M, H]
+            if states.shape[1] < slots.shape[1]:  # the unroll goes on with those still in use
+                slots = slots_in_use(torch.stack(valid[step.depth :]).any(0))
             terms = valid[step.depth].gather(1, slots).flatten().nonzero()[:, 0]
-            yield read.pop().flatten(0, 1)[terms.to(y.device)], y[step.target_index]
+            yield states.flatten(0, 1)[terms.to(y.device)], y[step.target_index]
     finally:
         hook.remove()
 

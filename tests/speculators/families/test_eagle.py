@@ -101,6 +101,16 @@ def test_noise_is_uniform_and_for_training_only(tiny_model):
     assert torch.equal(first_states(drafter, f), f.last_hidden)
 
 
+def test_noise_leaves_the_gradient_of_the_states(tiny_model):
+    """A target that is trained jointly with its head learns from it."""
+    target, drafter = make(tiny_model("llama"))
+    drafter.prepare_training(options(feature_noise=0.1)).train()
+    states = features_of(target).last_hidden.clone().requires_grad_()
+    (step,) = drafter.unroll(replace(features_of(target), last_hidden=states), 1)
+    (gradient,) = torch.autograd.grad(step.hidden.sum(), states)
+    assert gradient.abs().max() > 0
+
+
 def gradient_through_the_chain(drafter: Eagle, f: TargetFeatures) -> torch.Tensor:
     """Of depth 1 with respect to the target's states, through depth 0: attention is silent."""
     for layer in drafter.layers:

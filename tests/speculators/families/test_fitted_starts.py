@@ -219,3 +219,16 @@ def test_a_map_of_low_rank_is_the_best_on_its_inputs():
     first, second = reduced_rank(x, matrix, 3)
     best = torch.linalg.svdvals(x @ matrix)[3:].square().sum()  # Eckart and Young, on the outputs
     assert (x @ matrix - x @ first @ second).square().sum() <= 1.01 * best
+
+
+def test_short_responses_fit_a_head_whose_unroll_drops_slots(target):
+    """P-EAGLE goes on with the slots that deeper depths use, where these are few enough."""
+    features = [short_responses(f) for f in features_of(target, rows("train", 2))]
+    drafter = started(target, "peagle", features, **SHAPE, num_depths=4, mask_token_id=4)
+    assert drafter.layers[-1].mlp.down_proj.weight.abs().max() > 0
+
+
+def short_responses(features: TargetFeatures) -> TargetFeatures:
+    """With 8 supervised tokens of every 16 of the response."""
+    place = features.loss_mask.cumsum(1)
+    return dataclasses.replace(features, loss_mask=features.loss_mask & (place % 16 < 8))
