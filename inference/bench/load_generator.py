@@ -62,7 +62,19 @@ def prepare(options: BenchOptions) -> list[Question]:
 
 
 def client_at(url: str) -> openai.AsyncOpenAI:
-    """A client of the server at `url`, with or without /v1."""
+    """A client of the server at `url`, with or without /v1. ConfigError if it is no address."""
+    try:
+        address = httpx2.URL(url)
+        sound = address.scheme in ("http", "https") and bool(address.host)
+        sound = sound and (address.port is None or 0 < address.port < 65536)
+    except httpx2.InvalidURL:
+        sound = False
+    if not sound:
+        raise ConfigError(
+            "is no address of a server; expected http:// or https://, host and port, such as"
+            " http://127.0.0.1:8000",
+            where=f"{url!r}",
+        )
     return openai.AsyncOpenAI(
         base_url=url.rstrip("/").removesuffix("/v1") + "/v1",
         api_key=os.environ.get(KEY) or "none",

@@ -349,6 +349,7 @@ def test_flags_are_those_of_vllm():
     assert chat.body == {"temperature": 0.0, "ignore_eos": True, "top_p": 0.5}
     random = read("--dataset-name random --model m --port 9 --random-input-len 5")
     assert (random.url, random.chat, random.random_input_len) == ("http://127.0.0.1:9", False, 5)
+    assert read("--dataset-name random --model m --host ::1").url == "http://[::1]:8000"
     compared = read(
         "--dataset-name gsm8k --dataset-path f --base-url a --base-url b --baseline-url c"
         " --concurrencies 1,4"
@@ -366,6 +367,11 @@ def test_flags_are_those_of_vllm():
         ("--dataset-name gsm8k --dataset-path f --save-result --result-dir FILE", "--result-dir"),
         ("--dataset-name gsm8k --dataset-path f --repeats 3", "--baseline-url"),
         ("--dataset-name custom", "--dataset-path"),
+        ("--dataset-name custom --dataset-path FILE --seed -1", "--seed"),
+        ("--dataset-name custom --dataset-path FILE --port 99999", "--port"),
+        ("--dataset-name custom --dataset-path FILE --base-url http://a:80o0", "'http://a:80o0'"),
+        ("--dataset-name custom --dataset-path FILE --base-url http://a:99999", "no address"),
+        ("--dataset-name custom --dataset-path FILE --base-url localhost:8000", "http://"),
         ("--dataset-name custom --dataset-path FILE --port 1", "is the server running"),
     ],
 )
