@@ -7,6 +7,7 @@ requests are counted and enter no result. A result without values is None, never
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import os
 import time
@@ -198,6 +199,11 @@ async def stream(
     else:
         fields |= {"prompt": question.prompt, "max_tokens": question.output_len}
     outcome = Outcome()
+    try:
+        json.dumps(fields, allow_nan=False, ensure_ascii=False).encode()
+    except ValueError as error:  # the client's own would read as one of the answer
+        outcome.error = f"the request cannot be written as JSON ({error})"
+        return outcome
     try:
         await _read(create(**fields), outcome)
     except (openai.OpenAIError, httpx2.HTTPError) as error:

@@ -175,6 +175,13 @@ def test_answer_that_is_none_fails_its_request_alone(fake, fault):
     assert [bool(error) for error in result["errors"]] == [False, True, False]
 
 
+@pytest.mark.parametrize("prompt, temperature", [("a\ud800", 1.0), ("a", math.nan)])
+def test_request_that_is_no_json_says_so(fake, prompt, temperature):
+    fake([(0.0, 1)])
+    with pytest.raises(DraftsmithError, match="request cannot be written as JSON"):
+        measure(options(temperature=temperature), [Question(prompt, 8)])
+
+
 @pytest.mark.parametrize("models", ["<p>A page</p>", (), (("data", [5]),), (("data", []),)])
 def test_server_without_a_list_of_models_is_named(fake, models):
     fake([(0.0, 2)], models=models)
@@ -253,7 +260,9 @@ def test_files_are_texts_or_conversations_and_repeat(tmp_path):
         load_questions(BenchOptions(**plain))
 
 
-@pytest.mark.parametrize("row", ['{"text": "a"}', "[1]", '{"messages": [5]}'])
+@pytest.mark.parametrize(
+    "row", ['{"text": "a"}', "[1]", '{"messages": [5]}', '{"messages": [{"role": "user"}, "x"]}']
+)
 def test_wrong_row_is_named(tmp_path, row):
     (tmp_path / "f.jsonl").write_text('{"prompt": "a"}\n' + row)
     with raises_at(DataError, f"{tmp_path / 'f.jsonl'}:2"):
