@@ -35,7 +35,7 @@ class BenchOptions(BaseModel):
         " several with --baseline-url only",
     )
     host: str = option("127.0.0.1", "host of the server")
-    port: int = option(8000, "port of the server")
+    port: int = option(8000, "port of the server", ge=1, le=65535)
     backend: Literal["openai", "vllm", "openai-chat"] | None = option(
         None,
         "what the server is sent: openai, vllm: texts to go on with (/v1/completions);"
@@ -65,7 +65,7 @@ class BenchOptions(BaseModel):
     num_prompts: PositiveInt = option(
         1000, "requests to send; the prompts of a file with fewer are repeated"
     )
-    seed: int = option(0, "of the order of prompts, their arrival, and sampling")
+    seed: NonNegativeInt = option(0, "of the order of prompts, their arrival, and sampling")
     output_len: PositiveInt = option(256, "most tokens of an answer, but of random")
     random_input_len: PositiveInt = option(1024, "tokens of each random prompt")
     random_output_len: PositiveInt = option(128, "tokens of each answer to a random prompt")
@@ -112,7 +112,10 @@ class BenchOptions(BaseModel):
     @property
     def url(self) -> str:
         """The server's address."""
-        return self.base_url[0] if self.base_url else f"http://{self.host}:{self.port}"
+        if self.base_url:
+            return self.base_url[0]
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http://{host}:{self.port}"
 
     @property
     def random(self) -> bool:

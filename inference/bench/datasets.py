@@ -55,12 +55,16 @@ def _custom(row: Any, origin: str, options: BenchOptions) -> RequestPrompt:
     match row:
         case {"prompt": str(prompt)} if prompt:
             return _templated(prompt, options)
-        case {"messages": [{"role": _}, *_] as messages}:
+        case {"messages": [_, *_] as messages} if all(map(_is_turn, messages)):
             if not options.chat:
                 raise ConfigError("messages need --backend openai-chat", where=origin)
-            answered = len(messages) > 1 and messages[-1].get("role") == "assistant"
+            answered = len(messages) > 1 and messages[-1]["role"] == "assistant"
             return messages[:-1] if answered else messages
     raise DataError("expected prompt, a text, or messages, turns with a role", where=origin)
+
+
+def _is_turn(message: Any) -> bool:
+    return isinstance(message, dict) and "role" in message
 
 
 def _templated(text: str, options: BenchOptions) -> RequestPrompt:

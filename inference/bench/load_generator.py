@@ -7,6 +7,7 @@ requests are counted and enter no result. A result without values is None, never
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import os
 import time
@@ -62,7 +63,19 @@ def prepare(options: BenchOptions) -> list[Question]:
 
 
 def client_at(url: str) -> openai.AsyncOpenAI:
-    """A client of the server at `url`, with or without /v1."""
+    """A client of the server at `url`, with or without /v1. ConfigError if it is no address."""
+    try:
+        address = httpx2.URL(url)
+        sound = address.scheme in ("http", "https") and bool(address.host)
+        sound = sound and (address.port is None or 0 < address.port < 65536)
+    except httpx2.InvalidURL:
+        sound = False
+    if not sound:
+        raise ConfigError(
+            "is no address of a server; expected http:// or https://, host and port, such as"
+            " http://127.0.0.1:8000",
+            where=f"{url!r}",
+        )
     return openai.AsyncOpenAI(
         base_url=url.rstrip("/").removesuffix("/v1") + "/v1",
         api_key=os.environ.get(KEY) or "none",
@@ -186,6 +199,11 @@ async def stream(
     else:
         fields |= {"prompt": question.prompt, "max_tokens": question.output_len}
     outcome = Outcome()
+    try:
+        json.dumps(fields, allow_nan=False, ensure_ascii=False).encode()
+    except ValueError as error:  # the client's own would read as one of the answer
+        outcome.error = f"the request cannot be written as JSON ({error})"
+        return outcome
     try:
         await _read(create(**fields), outcome)
     except (openai.OpenAIError, httpx2.HTTPError) as error:

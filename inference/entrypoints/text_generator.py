@@ -6,6 +6,7 @@ Rounds are the engine's; what an engine is made of is loaded by llm.py."""
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import Any, TypedDict
@@ -56,7 +57,7 @@ class HeadDrafting(TypedDict, total=False):
 
 class TextGenerator:
     """Writes texts with an engine. `tokenizer`: None where prompts are token ids, and texts are
-    empty."""
+    empty. `generate` and `chat` may be called from several threads, of which one runs at a time."""
 
     def __init__(self, engine: Engine, tokenizer: Any) -> None:
         self.engine = engine
@@ -67,6 +68,7 @@ class TextGenerator:
             end_of_sequence_ids(engine.target, tokenizer),
         )
         self._tokenizer = tokenizer
+        self._running = threading.RLock()  # an engine is one thread's at a time
         self._num_prompts = 0  # names requests
         self._num_seeded = 0  # numbers the responses that brought no seed
 
@@ -172,15 +174,17 @@ class TextGenerator:
         speculate: bool,
     ) -> list[RequestOutput]:
         checked = self.checker.check(prompts, _params_per_prompt(sampling_params, len(prompts)))
-        first = self._num_prompts
-        try:
-            responses = [self.start(request, speculate=speculate) for request in checked]
-            self._finish(responses, use_tqdm)
-        except BaseException:
-            # An interrupt too leaves nothing queued, of the request that was being submitted either
-            for number in range(first, self._num_prompts):
-                self.abort(str(number))
-            raise
+        with self._running:
+            first = self._num_prompts
+            try:
+                responses = [self.start(request, speculate=speculate) for request in checked]
+                self._finish(responses, use_tqdm)
+            except BaseException:
+                # An interrupt too leaves nothing queued, of the request that was being submitted
+                # either
+                for number in range(first, self._num_prompts):
+                    self.abort(str(number))
+                raise
         return [response.output() for response in responses]
 
     def _finish(self, responses: Sequence[Response], use_tqdm: bool | Callable[..., Any]) -> None:

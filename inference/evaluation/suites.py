@@ -95,7 +95,7 @@ def json_lines(path: Path) -> Iterator[tuple[str, Any]]:
     read, DataError for a line that is no JSON."""
     try:
         data = path.read_bytes()
-        text = (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8")
+        text = (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8-sig")
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise ConfigError(f"could not be read as lines of JSON: {error}", where=f"{path}") from None
     # not `splitlines`, which also cuts at U+2028 and others: JSON has them as they are in texts

@@ -175,6 +175,13 @@ def test_answer_that_is_none_fails_its_request_alone(fake, fault):
     assert [bool(error) for error in result["errors"]] == [False, True, False]
 
 
+@pytest.mark.parametrize("prompt, temperature", [("a\ud800", 1.0), ("a", math.nan)])
+def test_request_that_is_no_json_says_so(fake, prompt, temperature):
+    fake([(0.0, 1)])
+    with pytest.raises(DraftsmithError, match="request cannot be written as JSON"):
+        measure(options(temperature=temperature), [Question(prompt, 8)])
+
+
 @pytest.mark.parametrize("models", ["<p>A page</p>", (), (("data", [5]),), (("data", []),)])
 def test_server_without_a_list_of_models_is_named(fake, models):
     fake([(0.0, 2)], models=models)
@@ -253,7 +260,9 @@ def test_files_are_texts_or_conversations_and_repeat(tmp_path):
         load_questions(BenchOptions(**plain))
 
 
-@pytest.mark.parametrize("row", ['{"text": "a"}', "[1]", '{"messages": [5]}'])
+@pytest.mark.parametrize(
+    "row", ['{"text": "a"}', "[1]", '{"messages": [5]}', '{"messages": [{"role": "user"}, "x"]}']
+)
 def test_wrong_row_is_named(tmp_path, row):
     (tmp_path / "f.jsonl").write_text('{"prompt": "a"}\n' + row)
     with raises_at(DataError, f"{tmp_path / 'f.jsonl'}:2"):
@@ -349,6 +358,7 @@ def test_flags_are_those_of_vllm():
     assert chat.body == {"temperature": 0.0, "ignore_eos": True, "top_p": 0.5}
     random = read("--dataset-name random --model m --port 9 --random-input-len 5")
     assert (random.url, random.chat, random.random_input_len) == ("http://127.0.0.1:9", False, 5)
+    assert read("--dataset-name random --model m --host ::1").url == "http://[::1]:8000"
     compared = read(
         "--dataset-name gsm8k --dataset-path f --base-url a --base-url b --baseline-url c"
         " --concurrencies 1,4"
@@ -366,6 +376,11 @@ def test_flags_are_those_of_vllm():
         ("--dataset-name gsm8k --dataset-path f --save-result --result-dir FILE", "--result-dir"),
         ("--dataset-name gsm8k --dataset-path f --repeats 3", "--baseline-url"),
         ("--dataset-name custom", "--dataset-path"),
+        ("--dataset-name custom --dataset-path FILE --seed -1", "--seed"),
+        ("--dataset-name custom --dataset-path FILE --port 99999", "--port"),
+        ("--dataset-name custom --dataset-path FILE --base-url http://a:80o0", "'http://a:80o0'"),
+        ("--dataset-name custom --dataset-path FILE --base-url http://a:99999", "no address"),
+        ("--dataset-name custom --dataset-path FILE --base-url localhost:8000", "http://"),
         ("--dataset-name custom --dataset-path FILE --port 1", "is the server running"),
     ],
 )

@@ -4,6 +4,8 @@ loaded from disk."""
 from __future__ import annotations
 
 import inspect
+import threading
+import time
 from dataclasses import replace
 
 import pytest
@@ -11,9 +13,10 @@ import torch
 
 from draftsmith.inference import LLM, SamplingParams
 from draftsmith.inference.engine_options import EngineOptions
+from draftsmith.inference.requests.request import Request
 from draftsmith.speculators.errors import ConfigError, DraftsmithError
 from draftsmith.speculators.export import export_drafter
-from tests.support.engines import make_llm
+from tests.support.engines import ids_of, make_llm
 from tests.support.errors import raises_at
 
 LIMIT, VOCAB, TAPS = 64, 94, (1, 2)
@@ -31,6 +34,32 @@ def test_signature_of_llm_has_the_options_of_an_engine_with_their_defaults():
     assert [*keywords] == [*EngineOptions.model_fields]
     described = LLM.__doc__ or ""
     assert [name for name in keywords if f"\n    {name} " not in described] == []
+
+
+def test_threads_that_generate_at_once_get_their_own_texts(model, monkeypatch):
+    """An engine runs for one of them at a time: rows of the others were lost, and they waited."""
+    llm = make_llm(model, max_model_len=LIMIT, max_num_seqs=2)
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    prompts = [[5 + i, 6, 7] for i in range(4)]
+    expected = ids_of(llm.generate(prompts, params, False))
+    step = llm.engine.step
+
+    def slow() -> list[Request]:
+        time.sleep(0.002)  # another thread goes on
+        return step()
+
+    monkeypatch.setattr(llm.engine, "step", slow)
+    written: dict[int, list[int]] = {}
+
+    def write(number: int) -> None:
+        (written[number],) = ids_of(llm.generate([prompts[number]], params, False))
+
+    threads = [threading.Thread(target=write, args=(i,), daemon=True) for i in range(len(prompts))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert [written.get(i) for i in range(len(prompts))] == expected
 
 
 @pytest.mark.parametrize("name", [*EngineOptions.model_fields])

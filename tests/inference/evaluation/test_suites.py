@@ -43,6 +43,11 @@ def test_json_line_with_a_line_separator_in_a_text_is_one_line(character, tmp_pa
     assert second.origin == f"{tmp_path / 'f.jsonl'}:2"
 
 
+def test_byte_order_mark_of_other_programs_is_left_out(tmp_path):
+    (tmp_path / "f.jsonl").write_text('{"question": "a"}\n', encoding="utf-8-sig")
+    assert load_suite("gsm8k", tmp_path / "f.jsonl")[0].turns == ("a",)
+
+
 def test_compressed_file_is_read(tmp_path):
     (tmp_path / "f.jsonl.gz").write_bytes(gzip.compress(b'{"question": "a"}\n'))
     assert load_suite("gsm8k", tmp_path / "f.jsonl.gz")[0].turns == ("a",)
