@@ -28,7 +28,7 @@ from draftsmith.speculators.target.info import TargetSketch
 from draftsmith.train.features.encodings import bytes_per_token
 from draftsmith.train.losses.chunked import default_chunk_size
 from draftsmith.train.planner.devices import CONTEXT, Device, this_machine
-from draftsmith.train.planner.token_counts import TokenCount, count_tokens
+from draftsmith.train.planner.token_counts import ASSUMED_SHARE, TokenCount, count_tokens
 from draftsmith.train.recipe.drafter_config import drafter_config, sketch_drafter
 from draftsmith.train.recipe.recipe import Recipe
 from draftsmith.train.recipe.sections import RunTraining
@@ -103,6 +103,11 @@ class StagePlan:
         return sum(source.tokens for source in self.sources)
 
     @property
+    def supervised(self) -> int:
+        """Those of them that are supervised."""
+        return sum(source.supervised for source in self.sources)
+
+    @property
     def step_rows(self) -> StepRows:
         """The rows and micro-steps of an optimizer step on each process."""
         return StepRows(self.recipe.training, processes=self.count)
@@ -155,8 +160,7 @@ class StagePlan:
         tokens = (self.steps or 1) * self.step_rows.rows_per_step * length
         if recipe.regenerate.enabled and not recipe.regenerate.endpoints and self.tokens:
             weights = target.num_parameters * target.dtype.itemsize
-            supervised = sum(source.supervised for source in self.sources)
-            read = weights * supervised / recipe.regenerate.batch_size
+            read = weights * self.supervised / recipe.regenerate.batch_size
             work = self.tokens * forward
             phases.append(Phase("responses of the target", work, target.dtype, read))
         seen = min(tokens, self.tokens or tokens) if self.keeps_features else tokens
@@ -250,6 +254,36 @@ class StagePlan:
         return {"target's weights": self.whole_target if self.recipe.writes_with_decoder else 0}
 
     @property
+    def start_terms(self) -> int:
+        """Terms that a start is fitted to: as many as it asks for, or as the data has; 0: none."""
+        if self.recipe.drafter.init_from is not None:
+            return 0
+        asked = self.head.start_terms(self.recipe.drafter)
+        return min(asked, self.supervised or asked)
+
+    @property
+    def fitted_with(self) -> Parts:
+        """Bytes of one device while a start is fitted, before the training; empty: none is."""
+        if not (terms := self.start_terms):
+            return {}
+        t = self.target
+        exact = bytes_per_token("exact", len(self.drafter.tap_layers), t.hidden_size, t.dtype)
+        share = self.supervised / self.tokens if self.supervised else ASSUMED_SHARE
+        held = self.held
+        return {
+            "target's weights": held["target's weights"],
+            "drafter's weights": held["drafter's weights"],
+            "features of the fit": round(terms / share * exact),
+            "fit of the start": self.head.start_bytes(self.recipe.drafter, terms),
+            "runtime and libraries": self.runtime,
+        }
+
+    @property
+    def runtime(self) -> int:
+        """Bytes of one device that are there in any case."""
+        return round(CONTEXT) if self.device.type == "cuda" else 0
+
+    @property
     def optimizer_bytes(self) -> int:
         """AdamW keeps two numbers for each parameter, Muon one for each of a matrix."""
         matrices: Sequence[torch.nn.Parameter] = ()
@@ -298,7 +332,7 @@ class StagePlan:
             "logits of a loss chunk": 3 * 4 * chunk * vocabulary,
             "features of the next rows": rows * self.feature_bytes if self.overlaps else 0,
             "features kept between epochs": self.kept_on_device,
-            "runtime and libraries": round(CONTEXT) if self.device.type == "cuda" else 0,
+            "runtime and libraries": self.runtime,
         }
 
 
@@ -323,6 +357,7 @@ class Plan:
     def memory(self) -> Parts:
         """Bytes of one device where it takes the most: in a training, or before it."""
         parts = [part for stage in self.stages for part in (stage.memory, stage.written_with)]
+        parts.append(self.stages[0].fitted_with)  # later stages go on with its drafter
         return max(parts, key=lambda part: sum(part.values()))
 
     @property
