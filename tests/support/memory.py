@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -41,6 +42,27 @@ class Peak(TorchDispatchMode):
                 weakref.finalize(storage, self.live.pop, key)
         self.bytes = max(self.bytes, sum(self.live.values()))
         return out
+
+
+class Saved(saved_tensors_hooks):
+    """The bytes of the tensors that the forward passes within it keep for their backward pass,
+    except those at the addresses `known`."""
+
+    def __init__(self, known: set[int]) -> None:
+        self.kept: dict[int, Tensor] = {}
+        self.known = known
+        super().__init__(self._keep, lambda tensor: tensor)
+
+    def _keep(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in self.known:
+            self.kept[storage.data_ptr()] = tensor
+        return tensor
+
+    @property
+    def bytes(self) -> int:
+        """Each storage once."""
+        return sum(tensor.untyped_storage().nbytes() for tensor in self.kept.values())
 
 
 def storage_of(tensor: Tensor) -> int:

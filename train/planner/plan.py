@@ -20,6 +20,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from draftsmith.speculators.config import DrafterConfig
 from draftsmith.speculators.drafter import Drafter
@@ -169,8 +171,9 @@ class StagePlan:
         if not any("lm_head" in name and p.requires_grad for name, p in parameters):
             trained += self.drafter.hidden_size * self.drafter.draft_vocab_size
         served = bool(recipe.features.endpoints)
-        features = Phase("features of the target", seen * forward, target.dtype, elsewhere=served)
-        phases.append(features)
+        passes = 2 if recipe.joint else 1  # the gradients of states take what a forward takes
+        work = passes * seen * forward
+        phases.append(Phase("features of the target", work, target.dtype, elsewhere=served))
         drafted = 6.0 * tokens * self.depths * trained
         return [*phases, Phase("drafter, forward and backward", drafted, self.autocast)]
 
@@ -222,7 +225,20 @@ class StagePlan:
             "drafter's weights": sum(sizes),
             "gradients": 4 * self.trainable,
             f"states of {self.training.optimizer}": self.optimizer_bytes,
+            "LoRA, its gradients and states": 16 * self.lora,  # AdamW's, all in float32
         }
+
+    @property
+    def lora(self) -> int:
+        """Numbers of the LoRA on the linear layers of a target that is trained too; 0: it is
+        not."""
+        joint = self.recipe.joint
+        if joint is None:
+            return 0
+        model = self.target.model
+        output = model.get_output_embeddings()
+        layers = (m for m in model.modules() if isinstance(m, nn.Linear | Conv1D))
+        return sum(joint.r * sum(m.weight.shape) for m in layers if m is not output)
 
     @property
     def whole_target(self) -> int:
@@ -308,8 +324,12 @@ class StagePlan:
         """Bytes left on the disk: two checkpoints, the best weights, and features."""
         weights = 4 * sum(tensor.numel() for tensor in self.head.state_dict().values())
         cached = self.feature_bytes * self.tokens if self.recipe.features.mode == "cache" else 0
+        joint = self.recipe.joint
+        whole = self.target.num_parameters * self.target.checkpoint_dtype.itemsize
+        trained = whole if joint and joint.export == "merged" else 4 * self.lora
         return {
-            "checkpoints": 3 * weights + 2 * self.optimizer_bytes,
+            "checkpoints": 3 * weights + 2 * self.optimizer_bytes + 28 * self.lora,
+            "trained target": trained,
             "features": cached,
         }
 
@@ -329,11 +349,18 @@ class StagePlan:
         return self.held | {
             "features": rows * self.feature_bytes,
             "activations": unit * layers,
+            "activations of the target": self._target_activations(rows),
             "logits of a loss chunk": 3 * 4 * chunk * vocabulary,
             "features of the next rows": rows * self.feature_bytes if self.overlaps else 0,
             "features kept between epochs": self.kept_on_device,
             "runtime and libraries": self.runtime,
         }
+
+    def _target_activations(self, tokens: int) -> int:
+        """Bytes that a forward of the target leaves for its backward pass; 0: it has none."""
+        target = self.target
+        states = tokens * target.hidden_size * target.num_layers if self.recipe.joint else 0
+        return ACTIVATIONS * target.dtype.itemsize * states
 
 
 @dataclass

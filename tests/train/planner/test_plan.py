@@ -30,10 +30,11 @@ from draftsmith.train.planner.token_counts import TokenCount, count_tokens
 from draftsmith.train.recipe.load import load_recipe, read
 from draftsmith.train.recipe.recipe import make_recipe, yaml_text
 from draftsmith.train.trainer import checkpoint
+from draftsmith.train.trainer.joint_target import JointTarget
 from draftsmith.train.trainer.optimizers import make_optimizers
 from tests.support.cli import call, refused
 from tests.support.errors import raises_at
-from tests.support.memory import Peak
+from tests.support.memory import Peak, Saved
 from tests.support.quickstart_data import source as quickstart
 from tests.support.real_recipes import RECIPES, local_recipe
 from tests.support.targets import save_target
@@ -133,6 +134,27 @@ def test_a_sharded_target_has_a_replica_on_each_host_if_hosts_are_alike(folder, 
     whole = make_stage(make_recipe(tree(folder)), count=count).held["target's weights"]
     part = make_stage(make_recipe(sharded), count=count).held["target's weights"]
     assert part == whole // shards
+
+
+@pytest.mark.slow
+def test_a_target_that_is_trained_too_counts(folder):
+    """The adapter exactly, and a backward pass through the target."""
+    sections = tree(folder, "medusa")
+    alone = make_stage(make_recipe(sections))
+    joint = make_stage(make_recipe(sections | {"joint": {"r": 4}}))
+    target = JointTarget(FrozenTarget.from_pretrained(str(folder)), joint.recipe.joint)
+    assert joint.lora == sum(p.numel() for p in target.trainable_parameters())
+    assert alone.lora == 0
+    ids = torch.randint(5, 4096, (joint.step_rows.rows, joint.recipe.data.max_length))
+    places = torch.arange(ids.shape[1]).expand_as(ids)
+    batch = {"input_ids": ids, "position_ids": places, "segment_ids": torch.zeros_like(ids)}
+    saved = Saved({p.data_ptr() for p in target.model.parameters()})
+    with saved:
+        target.features(batch | {"loss_mask": ids > 0})
+    kept = joint.memory["activations of the target"]
+    assert kept == pytest.approx(saved.bytes, rel=0.2)
+    assert joint.phases[-2].flops == 2 * alone.phases[-2].flops
+    assert joint.disk["trained target"] == joint.whole_target
 
 
 FITTED = {
