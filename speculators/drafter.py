@@ -321,6 +321,11 @@ class Drafter(nn.Module):
         """Number of terms that `initialise_from` needs features of; 0: none."""
         return 0
 
+    def start_bytes(self, options: Any, terms: int) -> int:
+        """Bytes that `initialise_from` takes at its peak to fit a start to so many terms, beside
+        their features; about."""
+        return 0
+
     @property
     def reads_start_text(self) -> bool:
         """True if `initialise_from` asks the target for its states of `TargetHead.start_text`."""

@@ -38,7 +38,7 @@ from draftsmith.speculators.drafter import (
 )
 from draftsmith.speculators.families.autoregressive import slots_in_use
 from draftsmith.speculators.families.dflash_init import start_from_least_squares
-from draftsmith.speculators.families.least_squares import terms_for
+from draftsmith.speculators.families.least_squares import fit_bytes, terms_for
 from draftsmith.speculators.layers.attention import attention
 from draftsmith.speculators.layers.checkpointing import kept_or_recomputed
 from draftsmith.speculators.layers.decoder import Attend, DecoderLayer, RMSNorm, Rotary, RotaryTable
@@ -250,6 +250,15 @@ class DFlash(Drafter):
     @override
     def start_terms(self, options: DFlashOptions) -> int:
         return terms_for(self.config.hidden_size) if options.init == "least_squares" else 0
+
+    @override
+    def start_bytes(self, options: DFlashOptions, terms: int) -> int:
+        """Of each slot of a term's block what every attention head sees, twice, and ten states. All
+        attention heads are fitted together."""
+        config = self.config
+        seen = config.num_attention_heads * config.hidden_size
+        numbers = config.max_drafts * (2 * seen + 10 * config.hidden_size)
+        return fit_bytes(terms, numbers, max(seen, config.intermediate_size))
 
     @torch.no_grad()
     def initialise_from(

@@ -21,7 +21,7 @@ from draftsmith.speculators.config import DecoderConfig
 from draftsmith.speculators.drafter import DraftStep, Samples, valid_terms
 from draftsmith.speculators.errors import ConfigError
 from draftsmith.speculators.families.autoregressive import DecoderChain
-from draftsmith.speculators.families.least_squares import ridge, terms_for
+from draftsmith.speculators.families.least_squares import fit_bytes, ridge, terms_for
 from draftsmith.speculators.layers.decoder import Asked, Attends, DecoderLayer, Rotary, RotaryTable
 from draftsmith.speculators.layers.int8_linear import dtype_of
 from draftsmith.speculators.options import DecoderOptions, VocabularyOptions
@@ -121,6 +121,13 @@ class Eagle(DecoderChain):
     @override
     def start_terms(self, options: EagleOptions) -> int:
         return terms_for(self.fc.in_features) if options.init == "least_squares" else 0
+
+    @override
+    def start_bytes(self, options: EagleOptions, terms: int) -> int:
+        """Of each term the embeddings and states of all depths, and as many numbers again of their
+        regression."""
+        states = 9 * options.unroll_steps + 2
+        return fit_bytes(terms, states * self.config.hidden_size, self.fc.in_features)
 
     @torch.no_grad()
     def initialise_from(

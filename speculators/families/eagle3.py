@@ -22,7 +22,7 @@ from draftsmith.speculators.families.eagle3_init import (
     start_from_least_squares,
     start_from_taps,
 )
-from draftsmith.speculators.families.least_squares import terms_for
+from draftsmith.speculators.families.least_squares import fit_bytes, terms_for
 from draftsmith.speculators.layers.decoder import (
     Asked,
     Attends,
@@ -152,6 +152,14 @@ class Eagle3(DecoderChain):
     @override
     def start_terms(self, options: Eagle3Options) -> int:
         return terms_for(self.fc.in_features) if options.init == "least_squares" else 0
+
+    @override
+    def start_bytes(self, options: Eagle3Options, terms: int) -> int:
+        """Of each term what `fc` reads, and 31 states: 10 of the text, 20 of the recursion over
+        four depths."""
+        width = self.config.hidden_size
+        inputs = max(self.fc.in_features, 2 * width, self.config.intermediate_size)
+        return fit_bytes(terms, self.fc.in_features + 31 * width, inputs)
 
     @property
     def reads_start_text(self) -> bool:

@@ -15,6 +15,12 @@ def terms_for(inputs: int) -> int:
     return max(LEAST_TERMS, 2 * inputs)
 
 
+def fit_bytes(terms: int, numbers: int, inputs: int) -> int:
+    """Bytes of a fit in float32, about: `numbers` for each of its terms, and three matrices [I, I]
+    of the most inputs that it solves for."""
+    return 4 * (terms * numbers + 3 * inputs**2)
+
+
 class Regression:
     """A ridge regression whose terms come in parts."""
 

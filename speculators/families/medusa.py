@@ -18,7 +18,7 @@ from typing_extensions import override
 from draftsmith.speculators.config import DrafterConfig
 from draftsmith.speculators.drafter import Samples, valid_terms
 from draftsmith.speculators.families.attention_free import SlotwiseDrafter
-from draftsmith.speculators.families.least_squares import ridge, terms_for
+from draftsmith.speculators.families.least_squares import fit_bytes, ridge, terms_for
 from draftsmith.speculators.options import PositiveInt, VocabularyOptions
 from draftsmith.speculators.target.frozen_target import TargetFeatures
 from draftsmith.speculators.target.target_head import TargetHead
@@ -107,6 +107,14 @@ class Medusa(SlotwiseDrafter):
     @override
     def start_terms(self, options: MedusaOptions) -> int:
         return terms_for(self.config.hidden_size) if options.init == "least_squares" else 0
+
+    @override
+    def start_bytes(self, options: MedusaOptions, terms: int) -> int:
+        """Of each term a state and the one that it becomes, twice; of all heads together if they
+        share their projection."""
+        width = self.config.hidden_size
+        pairs = self.config.num_heads if self.config.shared_lm_head else 1
+        return fit_bytes(terms, 4 * pairs * width, width)
 
     @torch.no_grad()
     def initialise_from(

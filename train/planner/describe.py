@@ -23,7 +23,7 @@ def describe(plan: Plan) -> None:
     for stage in plan.stages:
         title = f"Training: {stage.name}" if stage.name else "Training"
         _print(console, title, _training(stage, plan))
-    _print(console, "Memory of one device while it trains, about", _sizes(plan.memory))
+    _print(console, "Memory of one device where it takes the most, about", _sizes(plan.memory))
     _print(console, "Memory of the host beside it, about", _sizes(plan.host))
     _print(console, "Disk, about", _sizes(plan.disk))
     _print(console, "Assumed", [("", text) for text in plan.assumptions])

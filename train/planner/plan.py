@@ -20,6 +20,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from draftsmith.speculators.config import DrafterConfig
 from draftsmith.speculators.drafter import Drafter
@@ -28,7 +30,7 @@ from draftsmith.speculators.target.info import TargetSketch
 from draftsmith.train.features.encodings import bytes_per_token
 from draftsmith.train.losses.chunked import default_chunk_size
 from draftsmith.train.planner.devices import CONTEXT, Device, this_machine
-from draftsmith.train.planner.token_counts import TokenCount, count_tokens
+from draftsmith.train.planner.token_counts import ASSUMED_SHARE, TokenCount, count_tokens
 from draftsmith.train.recipe.drafter_config import drafter_config, sketch_drafter
 from draftsmith.train.recipe.recipe import Recipe
 from draftsmith.train.recipe.sections import RunTraining
@@ -103,6 +105,11 @@ class StagePlan:
         return sum(source.tokens for source in self.sources)
 
     @property
+    def supervised(self) -> int:
+        """Those of them that are supervised."""
+        return sum(source.supervised for source in self.sources)
+
+    @property
     def step_rows(self) -> StepRows:
         """The rows and micro-steps of an optimizer step on each process."""
         return StepRows(self.recipe.training, processes=self.count)
@@ -155,8 +162,7 @@ class StagePlan:
         tokens = (self.steps or 1) * self.step_rows.rows_per_step * length
         if recipe.regenerate.enabled and not recipe.regenerate.endpoints and self.tokens:
             weights = target.num_parameters * target.dtype.itemsize
-            supervised = sum(source.supervised for source in self.sources)
-            read = weights * supervised / recipe.regenerate.batch_size
+            read = weights * self.supervised / recipe.regenerate.batch_size
             work = self.tokens * forward
             phases.append(Phase("responses of the target", work, target.dtype, read))
         seen = min(tokens, self.tokens or tokens) if self.keeps_features else tokens
@@ -165,8 +171,9 @@ class StagePlan:
         if not any("lm_head" in name and p.requires_grad for name, p in parameters):
             trained += self.drafter.hidden_size * self.drafter.draft_vocab_size
         served = bool(recipe.features.endpoints)
-        features = Phase("features of the target", seen * forward, target.dtype, elsewhere=served)
-        phases.append(features)
+        passes = 2 if recipe.joint else 1  # the gradients of states take what a forward takes
+        work = passes * seen * forward
+        phases.append(Phase("features of the target", work, target.dtype, elsewhere=served))
         drafted = 6.0 * tokens * self.depths * trained
         return [*phases, Phase("drafter, forward and backward", drafted, self.autocast)]
 
@@ -218,7 +225,20 @@ class StagePlan:
             "drafter's weights": sum(sizes),
             "gradients": 4 * self.trainable,
             f"states of {self.training.optimizer}": self.optimizer_bytes,
+            "LoRA, its gradients and states": 16 * self.lora,  # AdamW's, all in float32
         }
+
+    @property
+    def lora(self) -> int:
+        """Numbers of the LoRA on the linear layers of a target that is trained too; 0: it is
+        not."""
+        joint = self.recipe.joint
+        if joint is None:
+            return 0
+        model = self.target.model
+        output = model.get_output_embeddings()
+        layers = (m for m in model.modules() if isinstance(m, nn.Linear | Conv1D))
+        return sum(joint.r * sum(m.weight.shape) for m in layers if m is not output)
 
     @property
     def whole_target(self) -> int:
@@ -250,6 +270,36 @@ class StagePlan:
         return {"target's weights": self.whole_target if self.recipe.writes_with_decoder else 0}
 
     @property
+    def start_terms(self) -> int:
+        """Terms that a start is fitted to: as many as it asks for, or as the data has; 0: none."""
+        if self.recipe.drafter.init_from is not None:
+            return 0
+        asked = self.head.start_terms(self.recipe.drafter)
+        return min(asked, self.supervised or asked)
+
+    @property
+    def fitted_with(self) -> Parts:
+        """Bytes of one device while a start is fitted, before the training; empty: none is."""
+        if not (terms := self.start_terms):
+            return {}
+        t = self.target
+        exact = bytes_per_token("exact", len(self.drafter.tap_layers), t.hidden_size, t.dtype)
+        share = self.supervised / self.tokens if self.supervised else ASSUMED_SHARE
+        held = self.held
+        return {
+            "target's weights": held["target's weights"],
+            "drafter's weights": held["drafter's weights"],
+            "features of the fit": round(terms / share * exact),
+            "fit of the start": self.head.start_bytes(self.recipe.drafter, terms),
+            "runtime and libraries": self.runtime,
+        }
+
+    @property
+    def runtime(self) -> int:
+        """Bytes of one device that are there in any case."""
+        return round(CONTEXT) if self.device.type == "cuda" else 0
+
+    @property
     def optimizer_bytes(self) -> int:
         """AdamW keeps two numbers for each parameter, Muon one for each of a matrix."""
         matrices: Sequence[torch.nn.Parameter] = ()
@@ -274,8 +324,12 @@ class StagePlan:
         """Bytes left on the disk: two checkpoints, the best weights, and features."""
         weights = 4 * sum(tensor.numel() for tensor in self.head.state_dict().values())
         cached = self.feature_bytes * self.tokens if self.recipe.features.mode == "cache" else 0
+        joint = self.recipe.joint
+        whole = self.target.num_parameters * self.target.checkpoint_dtype.itemsize
+        trained = whole if joint and joint.export == "merged" else 4 * self.lora
         return {
-            "checkpoints": 3 * weights + 2 * self.optimizer_bytes,
+            "checkpoints": 3 * weights + 2 * self.optimizer_bytes + 28 * self.lora,
+            "trained target": trained,
             "features": cached,
         }
 
@@ -295,11 +349,18 @@ class StagePlan:
         return self.held | {
             "features": rows * self.feature_bytes,
             "activations": unit * layers,
+            "activations of the target": self._target_activations(rows),
             "logits of a loss chunk": 3 * 4 * chunk * vocabulary,
             "features of the next rows": rows * self.feature_bytes if self.overlaps else 0,
             "features kept between epochs": self.kept_on_device,
-            "runtime and libraries": round(CONTEXT) if self.device.type == "cuda" else 0,
+            "runtime and libraries": self.runtime,
         }
+
+    def _target_activations(self, tokens: int) -> int:
+        """Bytes that a forward of the target leaves for its backward pass; 0: it has none."""
+        target = self.target
+        states = tokens * target.hidden_size * target.num_layers if self.recipe.joint else 0
+        return ACTIVATIONS * target.dtype.itemsize * states
 
 
 @dataclass
@@ -323,6 +384,7 @@ class Plan:
     def memory(self) -> Parts:
         """Bytes of one device where it takes the most: in a training, or before it."""
         parts = [part for stage in self.stages for part in (stage.memory, stage.written_with)]
+        parts.append(self.stages[0].fitted_with)  # later stages go on with its drafter
         return max(parts, key=lambda part: sum(part.values()))
 
     @property

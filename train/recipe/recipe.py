@@ -175,9 +175,11 @@ class Recipe(Section):
             "stages": bool(self.stages),
             "training.keep_features_gb": bool(self.training.keep_features_gb),
             "features.mode": self.features.mode == "cache",
+            "features.endpoints": bool(self.features.endpoints),
             "target.adapter": self.target.adapter is not None,
         }
-        joint = ["target.adapter", "training.keep_features_gb", "features.mode"]
+        joint = ["target.adapter", "training.keep_features_gb"]
+        joint += ["features.mode", "features.endpoints"]
         if not self.stages:  # else on_policy and joint are stages of their own
             joint.append("on_policy")
         excluded = [name for name in joint if parts[name]]
@@ -185,7 +187,7 @@ class Recipe(Section):
             raise ValueError(
                 f"{excluded[0]}: not with joint, which changes the target at every step"
             )
-        del parts["target.adapter"]
+        del parts["target.adapter"], parts["features.endpoints"]
         alone = [name for name in parts if parts[name]]
         if self.target.sharding != "none" and alone:
             raise ValueError(

@@ -30,9 +30,11 @@ from draftsmith.train.planner.token_counts import TokenCount, count_tokens
 from draftsmith.train.recipe.load import load_recipe, read
 from draftsmith.train.recipe.recipe import make_recipe, yaml_text
 from draftsmith.train.trainer import checkpoint
+from draftsmith.train.trainer.joint_target import JointTarget
 from draftsmith.train.trainer.optimizers import make_optimizers
 from tests.support.cli import call, refused
 from tests.support.errors import raises_at
+from tests.support.memory import Peak, Saved
 from tests.support.quickstart_data import source as quickstart
 from tests.support.real_recipes import RECIPES, local_recipe
 from tests.support.targets import save_target
@@ -132,6 +134,69 @@ def test_a_sharded_target_has_a_replica_on_each_host_if_hosts_are_alike(folder, 
     whole = make_stage(make_recipe(tree(folder)), count=count).held["target's weights"]
     part = make_stage(make_recipe(sharded), count=count).held["target's weights"]
     assert part == whole // shards
+
+
+@pytest.mark.slow
+def test_a_target_that_is_trained_too_counts(folder):
+    """The adapter exactly, and a backward pass through the target."""
+    sections = tree(folder, "medusa")
+    alone = make_stage(make_recipe(sections))
+    joint = make_stage(make_recipe(sections | {"joint": {"r": 4}}))
+    target = JointTarget(FrozenTarget.from_pretrained(str(folder)), joint.recipe.joint)
+    assert joint.lora == sum(p.numel() for p in target.trainable_parameters())
+    assert alone.lora == 0
+    ids = torch.randint(5, 4096, (joint.step_rows.rows, joint.recipe.data.max_length))
+    places = torch.arange(ids.shape[1]).expand_as(ids)
+    batch = {"input_ids": ids, "position_ids": places, "segment_ids": torch.zeros_like(ids)}
+    saved = Saved({p.data_ptr() for p in target.model.parameters()})
+    with saved:
+        target.features(batch | {"loss_mask": ids > 0})
+    kept = joint.memory["activations of the target"]
+    assert kept == pytest.approx(saved.bytes, rel=0.2)
+    assert joint.phases[-2].flops == 2 * alone.phases[-2].flops
+    assert joint.disk["trained target"] == joint.whole_target
+
+
+FITTED = {
+    "eagle": {},
+    "eagle3": {"norm_before_residual": True},
+    "peagle": {"norm_before_residual": True},
+    "medusa": {"shared_lm_head": True},
+    "dflash": {},
+    "dspark": {},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FITTED)
+def test_the_fit_of_a_start_counts(family, folder):
+    changes = {"init": "least_squares"} | FITTED[family]
+    sections = tree(folder, family)
+    sections["drafter"] = sections["drafter"] | changes
+    plan = make_stage(make_recipe(sections), [TokenCount("a", 100, 4000, 1000)])
+    options = plan.recipe.drafter
+    assert plan.start_terms == 1000, "fewer than it asks for"
+    assert plan.fitted_with["features of the fit"] == 4000 * plan.feature_bytes
+    target = FrozenTarget.from_pretrained(str(folder), tap_layers=plan.drafter.tap_layers)
+    drafter = family_class(family)(plan.drafter).attach(target)
+    ids = torch.randint(5, 4096, (12, 1, 128))
+    places = torch.arange(128)[None]
+    features = [target.features(i, places, torch.zeros_like(i), i > 0) for i in ids]
+    terms = sum(int(drafter.count_terms(f, 1)[0]) for f in features)
+    with Peak() as peak:
+        drafter.initialise_from(target, options, features=features)
+    assert drafter.start_bytes(options, terms) == pytest.approx(peak.bytes, rel=0.15)
+
+
+def test_a_start_that_takes_more_than_the_training_is_what_a_plan_shows(folder):
+    """Its attention heads are solved for together."""
+    sections = tree(folder, "dflash")
+    wide = {"num_attention_heads": 32, "num_key_value_heads": 4, "init": "least_squares"}
+    sections["drafter"] = sections["drafter"] | wide
+    plan = make_plan(make_recipe(sections))
+    assert plan.memory["fit of the start"] > 3 * 4 * (32 * plan.stages[0].target.hidden_size) ** 2
+    sections["drafter"] = sections["drafter"] | {"init": "taps"}
+    assert "fit of the start" not in make_plan(make_recipe(sections)).memory
 
 
 def test_forward_flops_are_those_that_torch_counts(folder):

@@ -209,6 +209,7 @@ MALFORMED = {
     ),
     "regenerate: {temperatures: {0: 0.5, 1: 0.4}}": "regenerate.temperatures",
     "joint: {}\nfeatures: {mode: cache}": "features.mode",
+    "joint: {}\nfeatures: {engine: vllm, endpoints: ['http://a:1/v1']}": "features.endpoints",
     "joint: {}\non_policy: {}": "on_policy",
     "target: {model: x, sharding: fsdp}\njoint: {}": "target.sharding",
     "stages: [{name: a}, {name: a}]": "stages",
