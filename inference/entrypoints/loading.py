@@ -3,11 +3,9 @@ them."""
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -39,6 +37,7 @@ from draftsmith.speculators.errors import CheckpointError, ConfigError
 from draftsmith.speculators.export import load_drafter, read_drafter_config
 from draftsmith.speculators.hub import one_line, split_revision
 from draftsmith.speculators.precision import UNSUPPORTED, as_dtype, own_device
+from draftsmith.speculators.target.adapted import adapted_model
 from draftsmith.speculators.target.frozen_target import FrozenTarget
 from draftsmith.speculators.target.longrope import fix_frequencies, original_length
 
@@ -60,7 +59,7 @@ def target_config(
     if not isinstance(model, str):
         return model.config.get_text_config()
     name, revision = split_revision(model, revision)
-    base = _adapted_model(name)
+    base = adapted_model(name)
     if base is not None:
         return target_config(base, trust_remote_code=trust_remote_code)
     try:
@@ -72,21 +71,6 @@ def target_config(
             f"its config.json could not be read: {one_line(error)}", where=f"target {model}"
         ) from error
     return config.get_text_config()
-
-
-def _adapted_model(name: str) -> str | None:
-    """The model that the folder of an adapter was trained on; None for any other name."""
-    adapter = Path(name) / "adapter_config.json"
-    # peft writes it without the model's own
-    if not adapter.is_file() or adapter.with_name("config.json").exists():
-        return None
-    base = json.loads(adapter.read_text(encoding="utf-8")).get("base_model_name_or_path")
-    if not base:
-        raise CheckpointError(
-            f"{adapter.name} names no base_model_name_or_path; merge it first",
-            where=f"target {name}",
-        )
-    return base
 
 
 def load_target(
@@ -222,7 +206,7 @@ def generation_config(model: str, revision: str | None) -> GenerationConfig | No
     """That of a folder or repository, of an adapter's folder that of the model it adapts; None
     without one."""
     name, revision = split_revision(model, revision)
-    base = _adapted_model(name)
+    base = adapted_model(name)
     if base is not None:
         return generation_config(base, None)
     try:

@@ -16,8 +16,13 @@ from draftsmith.speculators.config import DrafterConfig
 from draftsmith.speculators.errors import ConfigError
 from draftsmith.speculators.export.formats import LAYOUTS, NATIVE, layout_for
 from draftsmith.speculators.export.layouts.base import NUM_SPECULATIVE_TOKENS, minor
+from draftsmith.speculators.target.adapted import adapted_model
 
 Options = Mapping[str, Any]
+ADAPTER = (
+    "the target is the folder of an adapter, which is loaded here alone; export it whole"
+    " (joint.export: merged)"
+)
 
 
 @dataclass(frozen=True)
@@ -61,6 +66,8 @@ def serving(
             speculative_config |= {"use_heterogeneous_vocab": True}
         engines = [_vllm(speculative_config, target, config, format, vllm_version)]
         engines.append(_sglang(speculative_config, target, config, format))
+    if adapted_model(target) is not None:
+        engines = [ServingCommand(name, note=ADAPTER) for name in ("vLLM", "SGLang")]
     quoted = shlex.quote(json.dumps(speculative_config))
     arguments = f"--model {shlex.quote(target)} --speculative-config {quoted}"
     command = f"draftsmith generate PROMPT {arguments}"

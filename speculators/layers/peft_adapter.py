@@ -13,8 +13,6 @@ from transformers import PreTrainedModel
 from draftsmith.speculators.errors import CheckpointError, ConfigError
 from draftsmith.speculators.hub import split_revision
 
-CONFIG = "adapter_config.json"
-
 
 class Adapter:
     """Adds an adapter to `model`; only its parameters are trained."""

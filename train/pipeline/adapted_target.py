@@ -11,7 +11,8 @@ from draftsmith.speculators.digests import weights_sha256
 from draftsmith.speculators.errors import CheckpointError, UnsupportedTarget
 from draftsmith.speculators.export import fresh_folder, resolve
 from draftsmith.speculators.hub import split_revision
-from draftsmith.speculators.layers.peft_adapter import CONFIG, merge_saved_adapter
+from draftsmith.speculators.layers.peft_adapter import merge_saved_adapter
+from draftsmith.speculators.target.adapted import CONFIG
 from draftsmith.speculators.target.info import auto_class_of
 from draftsmith.speculators.target.probe import is_quantised, refuse_incomplete
 from draftsmith.train.recipe.recipe import TARGET, Recipe

@@ -222,4 +222,5 @@ def _on_policy(stage: _Inputs, target: RunTarget, tokenizer: Any) -> OnPolicy | 
 def _joint(recipe: Recipe, target: RunTarget) -> JointTarget | None:
     if recipe.joint is None:
         return None
-    return JointTarget(target.whole(), recipe.joint, recipe.training.seed)
+    seed = recipe.training.seed
+    return JointTarget(target.whole(), recipe.joint, seed, recipe.target.revision)

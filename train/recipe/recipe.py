@@ -196,6 +196,16 @@ class Recipe(Section):
         return self
 
     @model_validator(mode="after")
+    def _engines_load_the_target(self) -> Recipe:
+        adapter = self.joint is not None and self.joint.export == "adapter"
+        if adapter and "vllm" in self.evaluation.engines:
+            raise ValueError(
+                "joint.export: adapter is a folder that vLLM does not load as a target; say merged,"
+                " or take vllm out of evaluation.engines"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _vocabulary_can_be_measured(self) -> Recipe:
         if getattr(self.drafter, "draft_vocab_size", None) != AUTO:
             return self

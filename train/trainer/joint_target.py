@@ -19,6 +19,7 @@ from draftsmith.inference.evaluation.expected_acceptance import WrittenText
 from draftsmith.speculators.drafter import host_batch, valid_terms
 from draftsmith.speculators.errors import UnsupportedTarget
 from draftsmith.speculators.export import fresh_folder
+from draftsmith.speculators.hub import with_revision
 from draftsmith.speculators.layers.peft_adapter import Adapter
 from draftsmith.speculators.precision import in_dtype, to_device
 from draftsmith.speculators.target.frozen_target import FrozenTarget, TargetFeatures
@@ -36,7 +37,14 @@ class JointTarget(nn.Module):
     The adapter is drawn from `seed` alone: every process, and a run that goes on, draws the
     same."""
 
-    def __init__(self, target: FrozenTarget, section: JointSection, seed: int = 0) -> None:
+    def __init__(
+        self,
+        target: FrozenTarget,
+        section: JointSection,
+        seed: int = 0,
+        revision: str | None = None,
+    ) -> None:
+        """`revision`: of the target, if it is of a repository."""
         super().__init__()
         if is_quantised(target.model):
             raise UnsupportedTarget(
@@ -51,7 +59,8 @@ class JointTarget(nn.Module):
             "target_modules": "all-linear",
         }
         with seeded(seed, target.device):  # the target runs through it from now on
-            self.adapter = Adapter(target.model, fields, target.name_or_path)
+            base = with_revision(target.name_or_path, revision)
+            self.adapter = Adapter(target.model, fields, base)
         self.model = self.adapter.peft.eval()
 
     def trainable_parameters(self) -> list[nn.Parameter]:

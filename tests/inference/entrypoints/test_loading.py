@@ -35,6 +35,19 @@ def test_end_of_sequence_of_an_adapter_is_that_of_its_model(target, tmp_path):
     assert end_of_sequence_ids(str(adapter), None) == frozenset(ENDS)
 
 
+def test_end_of_sequence_of_an_adapter_is_that_of_its_models_revision(target, hub_cache, tmp_path):
+    hub_cache("org/target", target, "v1")
+    main = tmp_path / "main"
+    shutil.copytree(target, main)
+    GenerationConfig(eos_token_id=3).save_pretrained(main)
+    hub_cache("org/target", main)
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    fields = {"base_model_name_or_path": "org/target", "revision": "v1", "peft_type": "LORA"}
+    (adapter / "adapter_config.json").write_text(json.dumps(fields))
+    assert end_of_sequence_ids(str(adapter), None) == frozenset(ENDS)
+
+
 @pytest.mark.parametrize(
     ("name", "source"), [("org/target@v1", {}), ("org/target", {"revision": "v1"})]
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from draftsmith.inference.entrypoints.speculative_config import parse_speculative_config
@@ -60,6 +62,15 @@ def test_training_free_methods(method) -> None:
         assert read.num_speculative_tokens == 4
     assert all(way.command or way.note for way in by_engine.values())
     assert (by_engine["SGLang"].options is not None) == (method == "ngram")
+
+
+def test_an_adapters_folder_is_served_here_alone(tmp_path) -> None:
+    fields = {"base_model_name_or_path": "org/target"}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(fields))
+    own = parse_speculative_config({"method": "ngram"})
+    ways = serving("ngram", target=str(tmp_path), training_free=own)
+    assert [bool(way.command) for way in ways] == [False, False, True]
+    assert "joint.export: merged" in ways[0].note
 
 
 @pytest.mark.parametrize("version, said", [("0.32.1", False), ("0.33", True), (None, True)])

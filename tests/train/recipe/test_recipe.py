@@ -194,6 +194,7 @@ MALFORMED = {
     "loss: {tv: -1}": "loss.tv.weight",
     "position_weights: {gamma: 0}": "position_weights.gamma",
     "gates: {speed: {min: 2}}": "gates.speed",
+    "joint: {export: adapter}\nevaluation: {engines: [vllm]}": "joint.export",
     "gates: {t0.5.acceptance_length: {min: 1}}": "gates.t0.5.acceptance_length",
     "gates: {vllm_gap: {max: 1}}": "gates.vllm_gap",
     "gates: {lossless_mismatches: {max: 0}}\nevaluation: {lossless_check: false}": (

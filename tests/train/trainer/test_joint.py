@@ -11,7 +11,9 @@ import torch
 from safetensors.torch import load_file
 
 from draftsmith.speculators.target.frozen_target import FrozenTarget
-from draftsmith.train.trainer.joint_target import cross_entropy
+from draftsmith.speculators.target.info import sketch_target
+from draftsmith.train.recipe.sections import JointSection
+from draftsmith.train.trainer.joint_target import JointTarget, cross_entropy
 from draftsmith.train.trainer.trainer import Trainer
 from tests.support.training import assert_equal, cut_off, make_recipe
 from tests.support.training import make_trainer as trainer_of
@@ -52,6 +54,22 @@ def test_what_is_exported_is_what_was_trained(tiny_model, tmp_path, exported):
     assert cross_entropy(trainer.target, TEXTS) == pytest.approx(after, rel=1e-4)
     assert (folder / "adapter_config.json").exists() == (exported == "adapter")
     assert not list(tmp_path.glob(".target*"))
+
+
+def test_an_adapter_of_a_revision_is_loaded_onto_that_revision(tiny_model, tmp_path, hub_cache):
+    tiny_model("qwen2").save_pretrained(tmp_path / "v1")
+    hub_cache("org/target", tmp_path / "v1", "v1")
+    other = copy.deepcopy(tiny_model("qwen2"))
+    with torch.no_grad():
+        other.get_input_embeddings().weight.zero_()
+    other.save_pretrained(tmp_path / "main")
+    hub_cache("org/target", tmp_path / "main")
+    target = FrozenTarget.from_pretrained("org/target@v1")
+    expected = target.embed_tokens.weight.clone()
+    JointTarget(target, JointSection(), revision="v1").adapter.save(tmp_path / "adapter")
+    reloaded = FrozenTarget.from_pretrained(str(tmp_path / "adapter"))
+    assert torch.equal(reloaded.embed_tokens.weight, expected)
+    assert sketch_target(str(tmp_path / "adapter")).num_layers == target.num_layers
 
 
 def test_a_target_that_ran_wide_is_exported_as_narrow_as_it_was(tiny_model, tmp_path, monkeypatch):
