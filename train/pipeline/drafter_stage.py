@@ -23,7 +23,6 @@ from draftsmith.speculators.vocab.draft_vocab import choose_draft_vocabulary, co
 from draftsmith.train.features.row_features import RowFeatures
 from draftsmith.train.recipe.drafter_config import start_folder
 from draftsmith.train.recipe.recipe import Recipe
-from draftsmith.train.trainer import checkpoint
 from draftsmith.train.trainer.seeding import seeded
 
 COUNTED_AT_ONCE = 1024  # rows
@@ -35,14 +34,15 @@ def make_drafter(
     target: TargetHead,
     features: RowFeatures,
     stages: Stages,
-    folder: Path,
+    *,
+    resumes: bool = False,
 ) -> Drafter:
     """A drafter ready to train, on the target's device: draft vocabulary chosen from the supervised
-    tokens, weights loaded or initialised (but not fitted where a checkpoint in `folder` will
-    replace them). The recipe's seed decides."""
+    tokens, weights loaded or initialised (but not fitted where a checkpoint will replace them:
+    `resumes`, on which all processes agree). The recipe's seed decides."""
     counts = supervised_counts(features.rows, target.vocab_size)
     with seeded(recipe.training.seed, target.device):
-        drafter = _initialised(recipe, config, target, features, counts, stages, folder)
+        drafter = _initialised(recipe, config, target, features, counts, stages, resumes)
         drafter.token_counts = counts
         return drafter.prepare_training(recipe.drafter)
 
@@ -54,7 +54,7 @@ def _initialised(
     features: RowFeatures,
     counts: Tensor,
     stages: Stages,
-    folder: Path,
+    resumes: bool,
 ) -> Drafter:
     if (start := start_folder(recipe)) is not None:
         return _continued(recipe, config, target, start, counts, stages)
@@ -63,7 +63,7 @@ def _initialised(
         assert drafter.draft_to_target is not None  # the vocabulary is reduced
         drafter.draft_to_target.copy_(_most_frequent(config, counts, stages))
     terms = drafter.start_terms(recipe.drafter)
-    if not terms or checkpoint.latest(folder) is not None:
+    if not terms or resumes:
         drafter.initialise_from(target, recipe.drafter)
         return drafter
     with stages.stage("fit the start", 1) as advance:

@@ -109,9 +109,16 @@ class _Training:
     def new_drafter(self, first: _Inputs, config: DrafterConfig) -> Drafter:
         """The drafter that all stages train, before the first one."""
         head = self.target.head
+        # asked of the first alone: the others may not see its disk
+        newest = on_first(self.accelerator, lambda: checkpoint.latest(first.folder))
         began = time.monotonic()
         drafter = make_drafter(
-            first.recipe, config, head, first.features, self.stages, first.folder
+            first.recipe,
+            config,
+            head,
+            first.features,
+            self.stages,
+            resumes=newest is not None,
         )
         self.start_seconds = time.monotonic() - began
         meet_tokenizers(self.recipe, drafter, self.tokenizer)

@@ -235,7 +235,7 @@ def test_init_from_target_is_the_module_of_its_folder(native) -> None:
         return recipe_of("mtp", target={"model": str(folder)}, drafter=drafter)
 
     config = drafter_config(recipe(), target)
-    drafter = make_drafter(recipe(), config, target, NO_ROWS, None, folder)
+    drafter = make_drafter(recipe(), config, target, NO_ROWS, None)
     for name, parameter in original.named_parameters():
         assert torch.equal(parameter, drafter.get_parameter(name)), name
     with raises_at(ConfigError, "drafter.layout"):

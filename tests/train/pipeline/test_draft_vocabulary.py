@@ -38,7 +38,7 @@ def reduced(family: str, **drafter: Any) -> Any:
 def made(recipe: Any, target: FrozenTarget, folder: Any) -> Any:
     config = drafter_config(recipe, target)
     features: Any = SimpleNamespace(rows=ROWS)
-    return make_drafter(recipe, config, target, features, Stages(enabled=False), folder)
+    return make_drafter(recipe, config, target, features, Stages(enabled=False))
 
 
 def most_supervised() -> list[int]:

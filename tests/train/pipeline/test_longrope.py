@@ -49,7 +49,7 @@ def test_target_writer_and_drafter_of_a_run_turn_alike(
     target = RunTarget(recipe, accelerator, config.tap_layers, stages).whole()
     tokenizer = recipe.target.load_tokenizer()
     writer = DataStage(recipe, target, tokenizer, accelerator, stages)
-    drafter = make_drafter(recipe, config, target, NO_ROWS, stages, tmp_path)
+    drafter = make_drafter(recipe, config, target, NO_ROWS, stages)
     expected = 1e4 ** -(torch.arange(4) / 4) / torch.tensor(factors)
     for rotary in (target.decoder.rotary_emb, drafter.positions.rotary_emb):
         torch.testing.assert_close(rotary.inv_freq, expected)

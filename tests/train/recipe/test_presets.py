@@ -140,7 +140,7 @@ def test_dspark_starts_from_a_dflash_head(tiny_model, tmp_path):
     given = recipe_of("dspark", drafter=drafter, training={"steps": 1})
     config = drafter_config(given, target)
     assert (config.family, config.markov_rank, config.first_slot) == ("dspark", 8, 1)
-    started = make_drafter(given, config, target, NO_ROWS, None, tmp_path).state_dict()
+    started = make_drafter(given, config, target, NO_ROWS, None).state_dict()
     block = head.state_dict()
     assert all(torch.equal(started[name], tensor) for name, tensor in block.items())
     assert {name.split(".")[0] for name in set(started) - set(block)} == {

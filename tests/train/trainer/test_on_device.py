@@ -92,7 +92,7 @@ def make_trainer(
     features = RowFeatures(
         InProcess(target), rows, keep_bytes=recipe.training.keep_features_gb * 2**30
     )
-    trained = make_drafter(recipe, config, target, features, Stages(enabled=False), folder)
+    trained = make_drafter(recipe, config, target, features, Stages(enabled=False))
     assert {p.device for p in trained.parameters()} == {DEVICE}
     return Trainer(
         recipe,

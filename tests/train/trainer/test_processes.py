@@ -288,7 +288,7 @@ def test_a_head_begins_with_the_same_weights_whatever_was_drawn_before(tmp_path)
         target = FrozenTarget(model, config.tap_layers)
         torch.manual_seed(before)
         features = RowFeatures(InProcess(target), make_rows())
-        drafter = make_drafter(recipe, config, target, features, Stages(), tmp_path)
+        drafter = make_drafter(recipe, config, target, features, Stages())
         states.append(drafter.state_dict())
     assert_equal(*states)
 
