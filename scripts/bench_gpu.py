@@ -19,6 +19,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any, Literal
@@ -34,6 +35,7 @@ from transformers import Qwen3Config
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from draftsmith.inference import LLM, SamplingParams
+from draftsmith.inference.outputs import RequestOutput
 from draftsmith.speculators.export import export_drafter
 from draftsmith.speculators.precision import free_memory
 from draftsmith.speculators.registry import config_for_target, family_class
@@ -298,11 +300,9 @@ def decoding(model: Any, shapes: Shapes, device: str, folder: Path) -> list[dict
         llm = LLM(target, speculative_config=drafting, **how, **limits)
         llm.warm_up(longest=longest)
         for speculate in (False, True):
-            seconds = []
-            for _ in range(3):
-                began = time.perf_counter()
-                (output,) = llm.generate(prompt, params, False, speculate=speculate)
-                seconds.append(time.perf_counter() - began)
+            seconds, output = _timed(
+                partial(llm.generate, prompt, params, False, speculate=speculate)
+            )
             rounds = len(output.metrics.accepted_per_round)
             head = drafter if speculate else None
             size = roofline.round_bytes(model, longest, model.dtype.itemsize, head, drafts)
@@ -310,13 +310,23 @@ def decoding(model: Any, shapes: Shapes, device: str, folder: Path) -> list[dict
                 {
                     "rounds": "eager" if output.metrics.num_compiled_rounds == 0 else "compiled",
                     "drafting": speculate,
-                    "ms_per_token": 1e3 * median(seconds) / shapes.written,
+                    "ms_per_token": 1e3 * seconds / shapes.written,
                     "bytes_per_token": size * rounds / shapes.written,
                 }
             )
         del llm
         free_memory()
     return results
+
+
+def _timed(generate: Callable[[], list[RequestOutput]]) -> tuple[float, RequestOutput]:
+    """The median seconds of three calls that write one response, and the last response."""
+    seconds = []
+    for _ in range(3):
+        began = time.perf_counter()
+        (output,) = generate()
+        seconds.append(time.perf_counter() - began)
+    return median(seconds), output
 
 
 def fitting_layers(shapes: Shapes, device: str) -> int:

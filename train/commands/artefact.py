@@ -222,19 +222,23 @@ def inspect(
     if result.config is not None:
         commands = _commands(result.config, result.fields, drafter, model, vllm_version)
     if as_json:
-        shapes = {n: [list(h.shape), h.dtype] for n, h in sorted(result.headers.items())}
-        data = {
-            "folder": str(result.folder),
-            "sound": result.sound,
-            **_facts(result),
-            "faults": [vars(fault) for fault in result.faults],
-            "serving": [vars(command) for command in commands],
-            "tensors": shapes,
-        }
-        typer.echo(json.dumps(data, indent=2))
+        typer.echo(json.dumps(_as_tree(result, commands), indent=2))
     else:
         _print(Console(), result, commands, tensors)
     raise typer.Exit(0 if result.sound else 1)
+
+
+def _as_tree(result: Inspection, commands: list[ServingCommand]) -> dict[str, Any]:
+    """What `inspect --json` prints."""
+    shapes = {n: [list(h.shape), h.dtype] for n, h in sorted(result.headers.items())}
+    return {
+        "folder": str(result.folder),
+        "sound": result.sound,
+        **_facts(result),
+        "faults": [vars(fault) for fault in result.faults],
+        "serving": [vars(command) for command in commands],
+        "tensors": shapes,
+    }
 
 
 def _held_to(model: str, drafter: str, target_layers: int | None) -> Inspection:
