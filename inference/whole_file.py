@@ -22,9 +22,19 @@ def check_writable(option: str, path: Path) -> None:
     """Makes the folder of a file that is to be written later. ConfigError if it cannot be, `option`
     naming it."""
     where = f"{option} {path}"
-    scratch = _beside(path)
     if os.path.exists(path) and not os.path.isfile(path):
         raise ConfigError("is a folder or a device; give the name of a file", where=where)
+    _probe(path, where)
+
+
+def check_folder(option: str, folder: Path) -> None:
+    """Makes a folder that files are to be written into later. ConfigError if it cannot be, `option`
+    naming it."""
+    _probe(folder / "probe", f"{option} {folder}")
+
+
+def _probe(path: Path, where: str) -> None:
+    scratch = _beside(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         scratch.write_bytes(PROBE)

@@ -48,10 +48,12 @@ def prepare(
 ) -> None:
     """Show a recipe's data as a run would read it. An example with its loss mask, counts, lengths,
     and what is left out and why."""
+    from draftsmith.inference.whole_file import check_folder
     from draftsmith.train.data.prepare import bad_rows, run_tokenizer
     from draftsmith.train.recipe.load import load_recipe
 
     checked = load_recipe(recipe, overrides or ())
+    check_folder("output_dir", Path(checked.output_dir))  # what is left out is listed there
     console = Console(highlight=False, soft_wrap=True)
     use = "validation" if validation else ""
     bad = bad_rows(checked.data, Path(checked.output_dir), use=use)

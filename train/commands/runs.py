@@ -50,11 +50,13 @@ def regenerate(
     from draftsmith.train.pipeline.adapted_target import with_adapted_target
     from draftsmith.train.pipeline.data_stage import DataStage
     from draftsmith.train.pipeline.run import make_accelerator
+    from draftsmith.train.pipeline.run_folder import check_folders
     from draftsmith.train.pipeline.run_target import load_target
     from draftsmith.train.recipe.load import load_recipe
 
     own_part = parse_part(part)
     checked = load_recipe(recipe, overrides or ())
+    check_folders(checked, features=False)
     stages = Stages()
     accelerator = make_accelerator(checked.model_copy(update={"trackers": []}))
     checked = with_adapted_target(checked, accelerator)
@@ -77,12 +79,14 @@ def cache_features(recipe: RecipeFile, overrides: Overrides = None, part: Part =
     from draftsmith.train.pipeline.data_stage import prepare_data
     from draftsmith.train.pipeline.features_stage import fill, needed_features
     from draftsmith.train.pipeline.run import make_accelerator
+    from draftsmith.train.pipeline.run_folder import check_folders
     from draftsmith.train.pipeline.run_target import RunTarget
     from draftsmith.train.recipe.drafter_config import drafter_config, sketch_drafter
     from draftsmith.train.recipe.load import load_recipe
 
     checked = load_recipe(recipe, [*(overrides or ()), "features.mode=cache"])
     number = parse_part(part)
+    check_folders(checked)
     accelerator = make_accelerator(checked.model_copy(update={"trackers": []}))
     checked = with_adapted_target(checked, accelerator)
     config = drafter_config(checked, checked.target.sketch(accelerator.device))

@@ -18,6 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -244,7 +245,8 @@ class StateServers:
         self._threads.shutdown(cancel_futures=True)
         for server in self.servers:
             server.close()
-        self._transfer.remove_left_over(self.folder, self.run)
+        with suppress(OSError):  # it would hide the error that ends the run; the next start says so
+            self._transfer.remove_left_over(self.folder, self.run)
 
     # ------------------------------------------------------------------ in the threads
 

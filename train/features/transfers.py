@@ -52,7 +52,7 @@ class Files:
 
     def take(self, params: dict[str, Any], folder: Path) -> dict[str, Tensor]:
         """Reads the file of a request, [T, layers, H] among its tensors, and removes it.
-        WrongStates: it lies elsewhere, cannot be read, or is not there."""
+        WrongStates: it lies elsewhere, cannot be read or removed, or is not there."""
         path = Path(str(params.get("hidden_states_path")))
         if path.parent.resolve() != folder.resolve():  # nothing else is ever read
             if path.parent.parent.resolve() == folder.parent.resolve():  # states of other layers
@@ -74,6 +74,11 @@ class Files:
                 f"says that its states lie in {path}, where this process finds none"
                 f" ({_room(folder)}); it needs a folder that both see, with room for"
                 " features.unread_gb"
+            )
+        if path.exists():  # else the folder fills up, which may be memory
+            raise WrongStates(
+                f"left its states in {path}, which this process may read and not remove; let both"
+                " run as one user, or give this one write access to that folder"
             )
         return tensors
 

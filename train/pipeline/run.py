@@ -20,7 +20,7 @@ from draftsmith.train.pipeline import trackers
 from draftsmith.train.pipeline.acceptance_stage import accept, check_prompts, engines_of
 from draftsmith.train.pipeline.adapted_target import with_adapted_target
 from draftsmith.train.pipeline.export_stage import export, is_refreshed
-from draftsmith.train.pipeline.run_folder import claimed
+from draftsmith.train.pipeline.run_folder import check_folders, claimed
 from draftsmith.train.pipeline.train_stage import train
 from draftsmith.train.pipeline.vocabulary_stage import with_draft_vocabulary
 from draftsmith.train.planner.plan import short_budgets
@@ -45,6 +45,7 @@ def run(path: str | Path, overrides: Sequence[str] = (), *, dry_run: bool = Fals
         account()  # a token that is of no use is noticed now, and not after the training
     engines_of(recipe)  # and so is a vLLM that a gate needs
     accelerator = make_accelerator(recipe)
+    on_first(accelerator, lambda: check_folders(recipe))
     on_first(accelerator, lambda: check_prompts(recipe))  # suites among them
     with claimed(accelerator, Path(recipe.output_dir)):
         return run_claimed(recipe, accelerator)

@@ -1,4 +1,5 @@
-"""The folder of a run: made and written to before anything is loaded, and of one run at a time."""
+"""The folders of a run: made and written to before anything is loaded; its own is of one run at a
+time."""
 
 from __future__ import annotations
 
@@ -16,15 +17,31 @@ from typing import Any
 import psutil
 from accelerate import Accelerator
 
-from draftsmith.inference.whole_file import check_writable, remove_scratch
+from draftsmith.inference.whole_file import check_folder, check_writable, remove_scratch
 from draftsmith.speculators.errors import ConfigError
 from draftsmith.train.processes import on_first
-from draftsmith.train.recipe.recipe import EXPORT, TARGET
+from draftsmith.train.recipe.recipe import EXPORT, TARGET, Recipe
 
 LOCK = "run.lock"  # names the process that writes into the folder
 # What `fresh_folder` calls an export, or a trained target, that is being written.
 TORN = re.compile(rf"\.({EXPORT}(-\w+)?|{TARGET})-[a-z0-9_]{{8}}")
 SAME_START = 2.0  # seconds that two readings of the start of one process may differ by
+
+
+def check_folders(recipe: Recipe, *, features: bool = True) -> None:
+    """ConfigError names the key of a folder that cannot be written to, before the hours after which
+    it is needed. Shared ones that hold something may hold all, and be read alone. `features`: the
+    hidden states are needed too."""
+    check_folder("output_dir", Path(recipe.output_dir))
+    for _, stage in recipe.training_stages():
+        shared = {"regenerate.cache_dir": stage.regenerate.cache_dir}
+        if not stage.regenerate.enabled:
+            shared = {}
+        if features and (stage.features.mode == "cache" or stage.features.endpoints):
+            shared["features.dir"] = stage.features.dir
+        for key, folder in shared.items():
+            if folder is not None and not (os.path.isdir(folder) and os.listdir(folder)):
+                check_folder(key, Path(folder))
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import errno
 import json
 import subprocess
 import sys
@@ -232,6 +233,24 @@ def test_a_server_of_other_layers_leaves_no_file(servers, fakes, tmp_path):
     with raises_at(EndpointError, A):
         servers(A)
     assert not list(tmp_path.glob("*/*"))
+
+
+def test_a_folder_in_which_nothing_may_be_removed_is_refused_at_the_start(
+    servers, fakes, tmp_path, monkeypatch
+):
+    """As where the server is another user's: its files would fill the memory that they lie in."""
+    unlink = Path.unlink
+
+    def refuse(path: Path, missing_ok: bool = False) -> None:
+        if path.parent == fakes[A].folder:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        unlink(path, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    pool = servers(A, check=False)
+    with raises_at(EndpointError, A):
+        pool.check(fakes[A].target)
+    pool.close()
 
 
 def test_a_path_elsewhere_is_neither_read_nor_deleted(servers, fakes, tmp_path):

@@ -13,11 +13,14 @@ from pathlib import Path
 import psutil
 import pytest
 from accelerate import Accelerator
+from typer.testing import CliRunner
 
 from draftsmith.inference.whole_file import write_whole
 from draftsmith.speculators.errors import ConfigError
+from draftsmith.train.cli import app
+from draftsmith.train.pipeline import run_folder
 from draftsmith.train.pipeline.run import run
-from draftsmith.train.pipeline.run_folder import LOCK, claimed
+from draftsmith.train.pipeline.run_folder import LOCK, check_folders, claimed
 from draftsmith.train.recipe.recipe import yaml_text
 from tests.support.errors import raises_at
 from tests.support.forked import CONTEXT
@@ -100,7 +103,6 @@ def test_run_folder_that_it_cannot_have_is_refused_before_the_target_is_looked_a
     where = f"output_dir {folder}"
     if blocked == "a file":
         folder.write_text("notes")
-        where += f"/{LOCK}"
     else:
         folder.mkdir()
         (folder / LOCK).write_text(json.dumps({"pid": 1, "host": "elsewhere", "started": 0.0}))
@@ -109,3 +111,43 @@ def test_run_folder_that_it_cannot_have_is_refused_before_the_target_is_looked_a
     path.write_text(yaml_text(recipe.model_dump(mode="json")))
     with raises_at(ConfigError, where):
         run(path)
+
+
+@pytest.mark.parametrize(
+    ("command", "key"),
+    [
+        ("train", "output_dir"),
+        ("train", "regenerate.cache_dir"),
+        ("train", "features.dir"),
+        ("regenerate", "output_dir"),
+        ("regenerate", "regenerate.cache_dir"),
+        ("cache-features", "output_dir"),
+        ("cache-features", "features.dir"),
+        ("prepare", "output_dir"),
+    ],
+)
+def test_folder_that_is_needed_hours_later_is_refused_at_the_start(tmp_path, command, key):
+    """Before the target is loaded, or anything is written by it."""
+    (tmp_path / "file").write_text("no folder")
+    sections = {"output_dir": f"{tmp_path / 'run'}", "features": {"mode": "cache"}}
+    recipe = recipe_of("eagle3", target={"model": str(tmp_path / "none")}, **sections)
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml_text(recipe.model_dump(mode="json")))
+    folder = tmp_path / "file" / "folder"
+    result = CliRunner().invoke(app, [command, f"{path}", f"{key}={folder}"])
+    assert result.exit_code == 2 and f"{key} {folder}: " in result.output.replace("\n", "")
+
+
+def test_shared_folders_that_hold_something_may_be_read_alone(tmp_path, monkeypatch):
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "shared" / "responses.jsonl").write_text("")
+    checked = []
+    monkeypatch.setattr(run_folder, "check_folder", lambda key, folder: checked.append(key))
+    recipe = recipe_of(
+        "eagle3",
+        output_dir=str(tmp_path / "run"),
+        regenerate={"cache_dir": str(tmp_path / "shared")},
+        features={"mode": "cache", "dir": str(tmp_path / "new")},
+    )
+    check_folders(recipe)
+    assert checked == ["output_dir", "features.dir"]
