@@ -6,7 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
@@ -16,6 +16,9 @@ from draftsmith.inference import flags
 from draftsmith.inference.bench.bench_options import BenchOptions
 from draftsmith.inference.report.table import new_table
 from draftsmith.inference.whole_file import check_writable, write_whole
+
+if TYPE_CHECKING:
+    from draftsmith.inference.bench.datasets import Question
 
 TOTALS = {  # fields of a result -> their rows
     "completed": "completed requests",
@@ -43,8 +46,7 @@ def register(app: typer.Typer) -> None:
 
 def run(values: flags.Values, _: Sequence[str] = ()) -> None:
     """Exit code 1: a request failed."""
-    from draftsmith.inference.bench.compare_servers import compare
-    from draftsmith.inference.bench.load_generator import measure, prepare, without_details
+    from draftsmith.inference.bench.load_generator import measure, prepare
 
     options = flags.validated(BenchOptions, "bench", values)
     console = Console()
@@ -55,18 +57,46 @@ def run(values: flags.Values, _: Sequence[str] = ()) -> None:
         check_writable("--result-dir", file)
     questions = prepare(options)
     if compared:
-        result = compare(options, questions)
+        result = _compared(options, questions, file, console)
         print_comparison(result, console)
     else:
         result = measure(options, questions)
         print_result(result, console)
+        if saved:
+            _save(file, result)
     if saved:
-        write_whole(file, json.dumps(without_details(result)) + "\n")
         console.print(str(file), highlight=False, soft_wrap=True)
     if options.random:
         console.print(Text("acceptance on random tokens says nothing about a drafter", "yellow"))
     if result["failed"]:
         raise typer.Exit(1)
+
+
+def _compared(
+    options: BenchOptions, questions: Sequence[Question], file: Path, console: Console
+) -> dict[str, Any]:
+    """The comparison, which is saved as far as it is known after every concurrency."""
+    from draftsmith.inference.bench.compare_servers import compare
+
+    saved = False
+
+    def keep(comparison: dict[str, Any]) -> None:
+        nonlocal saved
+        _save(file, comparison)
+        saved = True
+
+    try:
+        return compare(options, questions, keep)
+    except (Exception, KeyboardInterrupt):
+        if saved:
+            console.print(f"what was measured is in {file}", highlight=False, soft_wrap=True)
+        raise
+
+
+def _save(file: Path, result: dict[str, Any]) -> None:
+    from draftsmith.inference.bench.load_generator import without_details
+
+    write_whole(file, json.dumps(without_details(result)) + "\n")
 
 
 def print_result(result: dict[str, Any], console: Console) -> None:

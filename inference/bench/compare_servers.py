@@ -7,7 +7,7 @@ within one repeat."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -35,14 +35,20 @@ class Serving(NamedTuple):
     changes: dict[str, Any]
 
 
-def compare(options: BenchOptions, questions: Sequence[Question]) -> Result:
-    """Measures every K and no drafting at every concurrency, in each repeat.
+def compare(
+    options: BenchOptions,
+    questions: Sequence[Question],
+    keep: Callable[[Result], None] = lambda comparison: None,
+) -> Result:
+    """Measures every K and no drafting at every concurrency, in each repeat. `keep` is given what
+    is known after each concurrency, of which a server that dies takes nothing.
 
     Returns `levels`, each with its `modes` by name, and `advice`: what to serve with, None if a
-    request failed or if nothing gained."""
+    request failed or if nothing gained. `repeats`: those of every level that is in it."""
     servings = asyncio.run(_servings(options))
     levels = sorted(set(options.concurrencies))
     results: dict[tuple[int, str], list[Result]] = {}  # by level and name, one for each repeat
+    comparison: Result = {}
     for repeat in range(options.repeats):
         first = repeat % len(servings)  # another one begins each time
         for level in levels:
@@ -50,6 +56,18 @@ def compare(options: BenchOptions, questions: Sequence[Question]) -> Result:
                 changes = serving.changes | {"max_concurrency": level}
                 result = measure(options.model_copy(update=changes), questions)
                 results.setdefault((level, serving.name), []).append(result)
+            comparison = _comparison(options, servings, results)
+            keep(comparison)
+    return comparison
+
+
+def _comparison(
+    options: BenchOptions,
+    servings: Sequence[Serving],
+    results: Mapping[tuple[int, str], Sequence[Result]],
+) -> Result:
+    """Of the levels that are measured so far."""
+    levels = sorted({level for level, _ in results})
     rows: dict[int, dict[str, Result]] = {}
     gains: dict[int, dict[int, float]] = {}  # by level and K
     for level in levels:
@@ -64,7 +82,7 @@ def compare(options: BenchOptions, questions: Sequence[Question]) -> Result:
     return {
         "model_id": results[levels[0], OFF][0]["model_id"],
         "dataset_name": options.dataset_name,
-        "repeats": options.repeats,
+        "repeats": min(len(results[level, OFF]) for level in levels),
         "failed": failed,
         "levels": [{"max_concurrency": level, "modes": modes} for level, modes in rows.items()],
         "advice": None if failed else advised_lengths(gains),

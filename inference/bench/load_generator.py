@@ -219,13 +219,14 @@ async def _read(request: Awaitable[Any], outcome: Outcome) -> None:
     usage: Any = None
     finished = False
     start = time.perf_counter()
-    async for chunk in await request:
-        usage = chunk.usage or usage
-        for choice in chunk.choices:
-            if (piece := _piece(choice)) is not None:
-                times.append(time.perf_counter())
-                outcome.text += piece
-            finished = finished or choice.finish_reason is not None
+    async with await request as chunks:
+        async for chunk in chunks:
+            usage = chunk.usage or usage
+            for choice in chunk.choices:
+                if (piece := _piece(choice)) is not None:
+                    times.append(time.perf_counter())
+                    outcome.text += piece
+                finished = finished or choice.finish_reason is not None
     for missing, there in {"token": times, "finish_reason": finished, "usage": usage}.items():
         if not there:
             outcome.error = f"the stream ended without a {missing}"

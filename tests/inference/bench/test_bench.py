@@ -17,9 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from draftsmith.inference.bench import load_generator
+from draftsmith.inference.bench import compare_servers, load_generator
 from draftsmith.inference.bench.advice import SCHEDULE, advised_lengths
 from draftsmith.inference.bench.bench_options import BenchOptions
+from draftsmith.inference.bench.compare_servers import Serving
 from draftsmith.inference.bench.datasets import Question, load_questions
 from draftsmith.inference.bench.load_generator import (
     Outcome,
@@ -341,6 +342,39 @@ def test_off_and_every_length_side_by_side(
     for wrong in (off, f"{on} --base-url {on}", f"{on} --draft-lengths 9"):
         refused = run(wrong)
         assert refused.exit_code == 2 and "--base-url" in refused.output
+
+
+def test_a_server_that_dies_takes_nothing_of_what_was_compared(monkeypatch):
+    """Two repeats at two concurrencies, of which the last is not measured."""
+    speeds = iter([10.0, 15.0, 20.0, 24.0, 10.0, 16.0])
+
+    def measure(options, questions):
+        speed = next(speeds, None)
+        if speed is None:
+            raise ConfigError("a first request failed", where="server")
+        return {
+            "model_id": "m",
+            "failed": 0,
+            "output_throughput": speed,
+            "request_parameters": {},
+            "max_concurrency": options.max_concurrency,
+        }
+
+    async def servings(options):
+        return [Serving("off", None, {}), Serving("K=2", 2, {})]
+
+    monkeypatch.setattr(compare_servers, "measure", measure)
+    monkeypatch.setattr(compare_servers, "_servings", servings)
+    values = {"dataset_name": "random", "concurrencies": (1, 4), "repeats": 2, "model": "m"}
+    options = BenchOptions.model_validate(
+        values | {"baseline_url": "http://b:1", "base_url": ("http://a:1",)}
+    )
+    kept = []
+    with pytest.raises(ConfigError, match="first request"):
+        compare_servers.compare(options, [], kept.append)
+    assert [len(comparison["levels"]) for comparison in kept] == [1, 2, 2]
+    modes = [level["modes"]["K=2"]["gain"] for level in kept[1]["levels"]]
+    assert modes == [1.5, 1.2] and kept[-1]["repeats"] == 1
 
 
 def test_flags_are_those_of_vllm():
