@@ -54,7 +54,9 @@ def trainings(
     for budget, named in peers.get("runs", {}).items():
         if "speculators" in named and named["disk"]["machine"] == machine:
             minutes = float(budget.split()[0])  # behind it may stand the machine
-            drawn.append({**named["speculators"], "minutes": minutes, "label": "speculators"})
+            variant = named["disk"]["variant"]  # of the responses that both have
+            name = "speculators" if variant == "default" else f"speculators, {variant}"
+            drawn.append({**named["speculators"], "minutes": minutes, "label": name})
     return [run for run in drawn if JUDGES.keys() <= run["judged"].keys()]
 
 

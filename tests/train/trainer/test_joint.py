@@ -56,6 +56,9 @@ def test_what_is_exported_is_what_was_trained(tiny_model, tmp_path, exported):
     assert not list(tmp_path.glob(".target*"))
 
 
+@pytest.mark.filterwarnings(
+    "ignore:Unable to fetch remote file", "ignore:Could not find a config file"
+)
 def test_an_adapter_of_a_revision_is_loaded_onto_that_revision(tiny_model, tmp_path, hub_cache):
     tiny_model("qwen2").save_pretrained(tmp_path / "v1")
     hub_cache("org/target", tmp_path / "v1", "v1")
