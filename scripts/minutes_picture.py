@@ -21,7 +21,7 @@ JUDGES = {"chat": "its own kind of prompts", "mt_bench": "MT-Bench"}
 AXES = {"minutes": "minutes of one core", "tokens": "supervised tokens seen"}
 MARKERS = "os^Dv<>P*X"
 GREY = "#9a9a9a"
-ALONE = "other variants, after one budget each"
+ALONE = "others, after one budget each"
 
 Line = dict[str, list[tuple[float, float]]]  # (x, τ) by label, in order of x
 
