@@ -113,7 +113,7 @@ MLP_VARIANTS: dict[str, list[str]] = {
     "depths_2": ["drafter.unroll_steps=2"],
     "muon": [*MUON, "training.muon_learning_rate=0.02"],
 }
-# Of draft_model; two of the target's layers are a start as near as a fitted one.
+# Of draft_model, which starts from two of the target's layers; not measured yet.
 DRAFT_MODEL_VARIANTS: dict[str, list[str]] = {
     "default": [],
     "muon": [*MUON, "training.muon_learning_rate=0.02"],
