@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -105,13 +106,19 @@ def default_mask_token(recipe: Recipe, target: TargetShape) -> int:
             f" {target.vocab_size} rows of the embedding; name a token that no text contains",
             where="drafter.mask_token_id",
         )
+    _say_mask_token(tokenizer.convert_ids_to_tokens(max(unused)), max(unused))
+    return max(unused)
+
+
+@cache
+def _say_mask_token(token: str, number: int) -> None:
+    """Logs the special token that is taken, once for all plans and configs of a process."""
     logger.warning(
         "drafter.mask_token_id: the tokenizer has no mask token; the drafter takes %s (%d), an"
         " added special token that the chat template does not use",
-        tokenizer.convert_ids_to_tokens(max(unused)),
-        max(unused),
+        token,
+        number,
     )
-    return max(unused)
 
 
 def _unused_special_tokens(tokenizer: Any) -> list[int]:
