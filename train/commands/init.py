@@ -338,11 +338,11 @@ def _fill_training(new: NewRecipe, lengths: Lengths, device: Device | None) -> S
         # What is put changes what the plan says next: kept features the seconds of a step, these
         # the minutes, and the minutes the steps.
         _keep_features(new, stage, device)
-        stage = make_plan(new.checked(), device).stages[0]
+        stage = _planned_again(new, stage)
         minutes = max(_round_up(CPU_STEPS * stage.step_seconds(device) / 60, 5), CPU_MINUTES)
         new.put("training.epochs", CPU_EPOCHS, "or max_minutes, whichever comes first")
         new.put("training.max_minutes", minutes)
-        stage = make_plan(new.checked(), device).stages[0]
+        stage = _planned_again(new, stage)
         comment = f"about {_steps(stage, device):,.0f} steps here, by draftsmith plan"
         new.put("training.max_minutes", minutes, comment)
     config = stage.drafter
@@ -355,6 +355,14 @@ def _fill_training(new: NewRecipe, lengths: Lengths, device: Device | None) -> S
     if new.tree["drafter"]:
         new.comments["drafter"] = "its other keys: draftsmith schema drafter"
     return stage
+
+
+def _planned_again(new: NewRecipe, stage: StagePlan) -> StagePlan:
+    """The first stage of the recipe as it is now. Its data is what `stage` has counted."""
+    from draftsmith.train.planner.plan import make_stage
+
+    name, part = new.checked().training_stages()[0]
+    return make_stage(part, stage.sources, stage.device, stage.count, name)
 
 
 def _steps(stage: StagePlan, device: Device) -> float:
