@@ -339,7 +339,8 @@ def _fill_training(new: NewRecipe, lengths: Lengths, device: Device | None) -> S
         # the minutes, and the minutes the steps.
         _keep_features(new, stage, device)
         stage = make_plan(new.checked(), device).stages[0]
-        minutes = max(_round_up(CPU_STEPS * stage.step_seconds(device) / 60, 5), CPU_MINUTES)
+        seconds = stage.fitting_seconds(device) + CPU_STEPS * stage.step_seconds(device)
+        minutes = max(_round_up(seconds / 60, 5), CPU_MINUTES)
         new.put("training.epochs", CPU_EPOCHS, "or max_minutes, whichever comes first")
         new.put("training.max_minutes", minutes)
         stage = make_plan(new.checked(), device).stages[0]
