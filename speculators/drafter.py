@@ -326,6 +326,10 @@ class Drafter(nn.Module):
         their features; about."""
         return 0
 
+    def start_flops(self, options: Any, terms: int) -> int:
+        """FLOPs that `initialise_from` takes to fit a start to so many terms; about."""
+        return 0
+
     @property
     def reads_start_text(self) -> bool:
         """True if `initialise_from` asks the target for its states of `TargetHead.start_text`."""

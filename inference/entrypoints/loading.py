@@ -37,7 +37,7 @@ from draftsmith.speculators.errors import CheckpointError, ConfigError
 from draftsmith.speculators.export import load_drafter, read_drafter_config
 from draftsmith.speculators.hub import one_line, split_revision
 from draftsmith.speculators.precision import UNSUPPORTED, as_dtype, own_device
-from draftsmith.speculators.target.adapted import adapted_model
+from draftsmith.speculators.target.adapted import config_source
 from draftsmith.speculators.target.frozen_target import FrozenTarget
 from draftsmith.speculators.target.longrope import fix_frequencies, original_length
 
@@ -58,10 +58,7 @@ def target_config(
     """The configuration of the target's language model, without its weights."""
     if not isinstance(model, str):
         return model.config.get_text_config()
-    name, revision = split_revision(model, revision)
-    base = adapted_model(name)
-    if base is not None:
-        return target_config(base, trust_remote_code=trust_remote_code)
+    name, revision = config_source(model, revision)
     try:
         config = AutoConfig.from_pretrained(
             name, trust_remote_code=trust_remote_code, revision=revision
@@ -205,10 +202,7 @@ def end_of_sequence_ids(model: str | FrozenTarget, tokenizer: Any, **source: Any
 def generation_config(model: str, revision: str | None) -> GenerationConfig | None:
     """That of a folder or repository, of an adapter's folder that of the model it adapts; None
     without one."""
-    name, revision = split_revision(model, revision)
-    base = adapted_model(name)
-    if base is not None:
-        return generation_config(base, None)
+    name, revision = config_source(model, revision)
     try:
         return GenerationConfig.from_pretrained(name, revision=revision or "main")
     except OSError:

@@ -159,8 +159,11 @@ def fresh_folder(folder: Path) -> Iterator[Path]:
     error. OSError with `folder` as its `filename` where the disk is at fault."""
     if folder.is_symlink():
         folder = folder.resolve()
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    fresh = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        fresh = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    except OSError as error:  # it names the scratch
+        raise OSError(error.errno, error.strerror, str(folder)) from error
     try:
         with disk_errors(folder):
             yield fresh

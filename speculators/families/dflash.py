@@ -38,7 +38,7 @@ from draftsmith.speculators.drafter import (
 )
 from draftsmith.speculators.families.autoregressive import slots_in_use
 from draftsmith.speculators.families.dflash_init import start_from_least_squares
-from draftsmith.speculators.families.least_squares import fit_bytes, terms_for
+from draftsmith.speculators.families.least_squares import fit_bytes, fit_flops, terms_for
 from draftsmith.speculators.layers.attention import attention
 from draftsmith.speculators.layers.checkpointing import kept_or_recomputed
 from draftsmith.speculators.layers.decoder import Attend, DecoderLayer, RMSNorm, Rotary, RotaryTable
@@ -259,6 +259,21 @@ class DFlash(Drafter):
         seen = config.num_attention_heads * config.hidden_size
         numbers = config.max_drafts * (2 * seen + 10 * config.hidden_size)
         return fit_bytes(terms, numbers, max(seen, config.intermediate_size))
+
+    @override
+    def start_flops(self, options: DFlashOptions, terms: int) -> int:
+        """In each layer and of each slot of a term's block: what all attention heads see to the
+        state, the same in groups, values to the state, and the MLP with two runs of it."""
+        config = self.config
+        slots = terms * config.max_drafts
+        width = config.hidden_size
+        heads = config.num_attention_heads
+        inner = config.intermediate_size
+        together = fit_flops(slots, heads * width, width)
+        in_groups = heads * fit_flops(slots, width, config.head_dim)
+        values = fit_flops(slots, heads * config.head_dim, width)
+        mlp = fit_flops(slots, inner, width) + 2 * 2 * slots * 3 * width * inner
+        return config.num_layers * (together + in_groups + values + mlp)
 
     @torch.no_grad()
     def initialise_from(

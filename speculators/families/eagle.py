@@ -21,7 +21,7 @@ from draftsmith.speculators.config import DecoderConfig
 from draftsmith.speculators.drafter import DraftStep, Samples, valid_terms
 from draftsmith.speculators.errors import ConfigError
 from draftsmith.speculators.families.autoregressive import DecoderChain
-from draftsmith.speculators.families.least_squares import fit_bytes, ridge, terms_for
+from draftsmith.speculators.families.least_squares import fit_bytes, fit_flops, ridge, terms_for
 from draftsmith.speculators.layers.decoder import Asked, Attends, DecoderLayer, Rotary, RotaryTable
 from draftsmith.speculators.layers.int8_linear import dtype_of
 from draftsmith.speculators.options import DecoderOptions, VocabularyOptions
@@ -128,6 +128,16 @@ class Eagle(DecoderChain):
         regression."""
         states = 9 * options.unroll_steps + 2
         return fit_bytes(terms, states * self.config.hidden_size, self.fc.in_features)
+
+    @override
+    def start_flops(self, options: EagleOptions, terms: int) -> int:
+        """The regression to the next state, and its rounds over all depths."""
+        inputs = self.fc.in_features
+        width = self.config.hidden_size
+        depths = options.unroll_steps
+        guess = 2 * terms * depths * inputs * width
+        again = fit_flops(terms * depths, inputs, width) + guess
+        return fit_flops(terms, inputs, width) + (ROUNDS * again if depths > 1 else 0)
 
     @torch.no_grad()
     def initialise_from(

@@ -19,6 +19,7 @@ from draftsmith.speculators.drafter import Samples
 from draftsmith.speculators.families.autoregressive import DecoderChain
 from draftsmith.speculators.families.eagle3_init import (
     SHARPNESS,
+    flops_of_least_squares,
     start_from_least_squares,
     start_from_taps,
 )
@@ -160,6 +161,10 @@ class Eagle3(DecoderChain):
         width = self.config.hidden_size
         inputs = max(self.fc.in_features, 2 * width, self.config.intermediate_size)
         return fit_bytes(terms, self.fc.in_features + 31 * width, inputs)
+
+    @override
+    def start_flops(self, options: Eagle3Options, terms: int) -> int:
+        return flops_of_least_squares(self, terms)
 
     @property
     def reads_start_text(self) -> bool:

@@ -18,7 +18,12 @@ from draftsmith.speculators.drafter import host_batch, valid_terms
 from draftsmith.speculators.errors import ConfigError
 from draftsmith.speculators.families import least_squares
 from draftsmith.speculators.families.autoregressive import DecoderChain, slots_in_use
-from draftsmith.speculators.families.least_squares import MLP_RIDGE, Regression, unit
+from draftsmith.speculators.families.least_squares import (
+    MLP_RIDGE,
+    Regression,
+    fit_flops,
+    unit,
+)
 from draftsmith.speculators.layers.decoder import Attention, DecoderLayer
 from draftsmith.speculators.target.frozen_target import TargetFeatures
 from draftsmith.speculators.target.target_head import TargetHead
@@ -119,6 +124,19 @@ def start_from_least_squares(
     for weight in (first.self_attn.q_proj.weight, first.self_attn.k_proj.weight):
         weight.add_(torch.randn_like(weight), alpha=0.02)  # heads that are alike become different
     _fit_mlp(head, features, size)
+
+
+def flops_of_least_squares(head: DecoderChain, terms: int) -> int:
+    """FLOPs of `start_from_least_squares` with so many terms, about; without attention."""
+    F = head.fc.in_features
+    H = head.config.hidden_size
+    inner = head.config.intermediate_size
+    deep = DEPTHS * terms
+    projection = fit_flops(terms, F, H) + 2 * terms * F * H
+    recursion = fit_flops(deep, 2 * H, H) + 2 * deep * 2 * H * H
+    weights = sum(p.numel() for p in head.layers.parameters())
+    mlp = fit_flops(deep, inner, H) + 2 * deep * weights
+    return (1 + ROUNDS) * projection + ROUNDS * recursion + MLP_ROUNDS * mlp
 
 
 def _terms(

@@ -21,6 +21,11 @@ def fit_bytes(terms: int, numbers: int, inputs: int) -> int:
     return 4 * (terms * numbers + 3 * inputs**2)
 
 
+def fit_flops(terms: int, inputs: int, outputs: int) -> int:
+    """FLOPs of a regression, about: its products [I, N] [N, I] and [I, N] [N, O]."""
+    return 2 * terms * inputs * (inputs + outputs)
+
+
 class Regression:
     """A ridge regression whose terms come in parts."""
 

@@ -18,7 +18,7 @@ from typing_extensions import override
 from draftsmith.speculators.config import DrafterConfig
 from draftsmith.speculators.drafter import Samples, valid_terms
 from draftsmith.speculators.families.attention_free import SlotwiseDrafter
-from draftsmith.speculators.families.least_squares import fit_bytes, ridge, terms_for
+from draftsmith.speculators.families.least_squares import fit_bytes, fit_flops, ridge, terms_for
 from draftsmith.speculators.options import PositiveInt, VocabularyOptions
 from draftsmith.speculators.target.frozen_target import TargetFeatures
 from draftsmith.speculators.target.target_head import TargetHead
@@ -115,6 +115,13 @@ class Medusa(SlotwiseDrafter):
         width = self.config.hidden_size
         pairs = self.config.num_heads if self.config.shared_lm_head else 1
         return fit_bytes(terms, 4 * pairs * width, width)
+
+    @override
+    def start_flops(self, options: MedusaOptions, terms: int) -> int:
+        """A regression for each depth, or one of the terms of all, that a projection follows."""
+        width = self.config.hidden_size
+        regressions = self.config.num_heads * fit_flops(terms, width, width)
+        return regressions + sum(2 * width * head.weight.numel() for head in self.lm_heads)
 
     @torch.no_grad()
     def initialise_from(

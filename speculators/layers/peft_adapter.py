@@ -48,7 +48,8 @@ class Adapter:
 
     def save(self, folder: Path) -> None:
         """Writes `adapter_config.json` and `adapter_model.safetensors`, as peft loads them."""
-        self.peft.save_pretrained(folder)
+        # no embedding is adapted, for which peft would ask the Hub for the config of the base
+        self.peft.save_pretrained(folder, save_embedding_layers=False)
 
 
 def merge_saved_adapter(model: Any, folder: Path, what: str) -> Any:
@@ -65,6 +66,8 @@ def merge_saved_adapter(model: Any, folder: Path, what: str) -> Any:
         raise CheckpointError(
             f"the adapter does not fit its base model: {error}", where=f"{what} {folder}"
         ) from error
+    # the base is here: without its name, peft does not ask the Hub for its config
+    adapted.peft_config["default"].base_model_name_or_path = None
     expected = set(get_peft_model_state_dict(adapted))
     if differing := expected ^ set(load_peft_weights(str(folder), "cpu")):
         raise CheckpointError(

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from draftsmith.speculators.errors import CheckpointError
-from draftsmith.speculators.hub import with_revision
+from draftsmith.speculators.hub import split_revision, with_revision
 
 CONFIG = "adapter_config.json"
 
@@ -26,3 +26,11 @@ def adapted_model(name: str) -> str | None:
             where=f"target {name}",
         )
     return with_revision(base, fields.get("revision"))
+
+
+def config_source(path_or_id: str, revision: str | None = None) -> tuple[str, str | None]:
+    """The folder or id, and the revision, that a target's configuration is read from: of an
+    adapter's folder those of the model that it adapts."""
+    name, revision = split_revision(path_or_id, revision)
+    base = adapted_model(name)
+    return (name, revision) if base is None else split_revision(base)

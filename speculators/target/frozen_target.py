@@ -25,7 +25,7 @@ from draftsmith.speculators.hub import one_line, split_revision
 from draftsmith.speculators.layers.grouped_attention import decoding
 from draftsmith.speculators.precision import as_dtype, on_host, running_dtype, say_widened
 from draftsmith.speculators.target import longrope, probe
-from draftsmith.speculators.target.adapted import adapted_model
+from draftsmith.speculators.target.adapted import config_source
 from draftsmith.speculators.target.info import auto_class_of
 from draftsmith.speculators.target.packed_attention import (
     CPU_ROW,
@@ -122,10 +122,9 @@ class FrozenTarget(TargetHead):
             )
         if dtype != "auto":
             as_dtype(dtype)
-        name, revision = split_revision(path_or_id, revision)
-        base = adapted_model(name)
-        if base is not None:  # transformers takes the revision for the base's
-            revision = split_revision(base)[1]
+        name, _ = split_revision(path_or_id, revision)
+        # transformers takes the revision of an adapter for its base's
+        _, revision = config_source(path_or_id, revision)
         source = {"revision": revision, "trust_remote_code": trust_remote_code}
         try:
             model, info = auto_class_of(name, **source).from_pretrained(

@@ -21,9 +21,9 @@ from transformers import (
 )
 
 from draftsmith.speculators.errors import CheckpointError, UnsupportedTarget
-from draftsmith.speculators.hub import one_line, split_revision
+from draftsmith.speculators.hub import one_line
 from draftsmith.speculators.precision import as_dtype, own_device, running_dtype
-from draftsmith.speculators.target.adapted import adapted_model
+from draftsmith.speculators.target.adapted import config_source
 
 
 @dataclass(frozen=True)
@@ -101,9 +101,7 @@ def sketch_target(
 def _read_config(model: str, revision: str | None, trust_remote_code: bool) -> Any:
     """The config.json of a target, of an adapter's folder that of the model it adapts.
     CheckpointError: there is none."""
-    base = adapted_model(model)
-    if base is not None:
-        model, revision = split_revision(base)
+    model, revision = config_source(model, revision)
     try:
         return AutoConfig.from_pretrained(
             model, revision=revision, trust_remote_code=trust_remote_code

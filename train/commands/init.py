@@ -40,7 +40,9 @@ ANSWER_TOKENS = 256  # of one that does not
 HELD_OUT_SHARE = 0.05
 MOST_HELD_OUT = 200
 LAYERS = 4  # of the target, that a draft model starts as
-HOUR = 3600.0  # seconds of writing in this process; beyond it servers write the responses
+# Seconds of writing in this process. Beyond it servers write the responses, and where there is no
+# GPU fewer conversations are trained on.
+HOUR = 3600.0
 SERVER = "http://localhost:8000/v1"
 SHARE_STEP = 0.05  # to which a large share of bad rows is rounded up
 
@@ -51,6 +53,7 @@ CPU_LENGTH = 1024  # tokens of a row
 CPU_RESPONSE = 256
 CPU_LEAST_RESPONSE = 128
 CPU_WRITTEN = 100_000
+CPU_LEAST_CONVERSATIONS = 100  # that are trained on, however long they take
 CPU_STEP = 1024  # tokens of a step: on few conversations many small steps learn more
 CPU_KEPT_SHARE = 0.25  # of the memory, that features are kept in at most
 CPU_VOCABULARY = 8192  # tokens that are drafted
@@ -335,11 +338,15 @@ def _fill_training(new: NewRecipe, lengths: Lengths, device: Device | None) -> S
         _fit_cpu(new)
     stage = make_plan(new.checked(), device).stages[0]
     if lengths.on_cpu and device is not None:
+        if limit := _most_conversations(stage, device):
+            _limit_conversations(new, limit, stage, device)
+            stage = make_plan(new.checked(), device).stages[0]
         # What is put changes what the plan says next: kept features the seconds of a step, these
         # the minutes, and the minutes the steps.
         _keep_features(new, stage, device)
         stage = _planned_again(new, stage)
-        minutes = max(_round_up(CPU_STEPS * stage.step_seconds(device) / 60, 5), CPU_MINUTES)
+        seconds = stage.fitting_seconds(device) + CPU_STEPS * stage.step_seconds(device)
+        minutes = max(_round_up(seconds / 60, 5), CPU_MINUTES)
         new.put("training.epochs", CPU_EPOCHS, "or max_minutes, whichever comes first")
         new.put("training.max_minutes", minutes)
         stage = _planned_again(new, stage)
@@ -355,6 +362,26 @@ def _fill_training(new: NewRecipe, lengths: Lengths, device: Device | None) -> S
     if new.tree["drafter"]:
         new.comments["drafter"] = "its other keys: draftsmith schema drafter"
     return stage
+
+
+def _most_conversations(stage: StagePlan, device: Device) -> int | None:
+    """How many an hour of writing answers; None if that is all of them."""
+    seconds = stage.writing_seconds(device)
+    conversations = sum(source.examples or 0 for source in stage.sources)
+    within = max(int(conversations * HOUR / max(seconds, HOUR)), CPU_LEAST_CONVERSATIONS)
+    return within if within < conversations else None
+
+
+def _limit_conversations(new: NewRecipe, limit: int, stage: StagePlan, device: Device) -> None:
+    """Puts the number of conversations that are trained on."""
+    from draftsmith.train.planner.describe import duration
+
+    (source,) = new.tree["data"]["train"]
+    new.put("data.train", [{**source, "limit": limit}])
+    new.above["data.train"] = (
+        f"limit: as many as are written in about an hour; all of them take"
+        f" {duration(stage.writing_seconds(device))} here."
+    )
 
 
 def _planned_again(new: NewRecipe, stage: StagePlan) -> StagePlan:
@@ -456,6 +483,9 @@ def _say(
         if math.isfinite(steps := _steps(stage, device)):
             training = duration(stage.seconds(device) - writing)
             times += f", training {training}, {steps:,.0f} steps"
+        if limit := recipe.data.train[0].limit:
+            what = f"the first {limit:,} to train on: all would take more than an hour to write"
+            console.print(f"  {what}; servers write faster (see regenerate)")
         console.print(f"  on {device.name}, about: {times}")
         if device.kind == "cpu":
             console.print("  without a GPU: the sizes are what a core can do; --gpu plans for one")

@@ -249,8 +249,8 @@ class ConversationTokenizer:
                     example,
                     messages,
                     index,
-                    f"the chat template does not show its {missing} to the model; give one that"
-                    " does as data.chat_template, or take the turn out of the data",
+                    f"the chat template does not show its {missing} to the model; name one that"
+                    " does in a recipe, as data.chat_template, or take the turn out of the data",
                 )
 
     def _ignores(
@@ -379,7 +379,8 @@ class ConversationTokenizer:
         except Exception as error:  # whatever a template may raise
             if self.tokenizer.chat_template is None and self.chat_template is None:
                 raise DataError(
-                    "the tokenizer has no chat template; give one with data.chat_template"
+                    "the tokenizer has no chat template; put a chat_template.jinja beside it, or"
+                    " name one in a recipe, as data.chat_template"
                 ) from None
             why = f"the chat template refuses it: {error}"
             raise _refusal(example, messages, end - 1, why) from None

@@ -87,9 +87,9 @@ def conversation_tokenizer(
     template = chat_template_of(section)
     if THINKING not in section.chat_template_kwargs and knows_thinking(tokenizer, template):
         logger.warning(
-            "data.chat_template_kwargs: the chat template has %s, and the recipe does not set it;"
-            " say {%s: false} or {%s: true}, as it will be served. Responses that begin with"
-            " thoughts need thousands of regenerate.max_new_tokens",
+            "the chat template has %s, and it is not set; give chat_template_kwargs {%s: false} or"
+            " {%s: true}, as it will be served. Responses that begin with thoughts need thousands"
+            " of new tokens",
             *[THINKING] * 3,
         )
     return ConversationTokenizer(

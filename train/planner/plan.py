@@ -7,6 +7,8 @@ Nothing is loaded or run: the target and the drafter are modules without memory.
 - the drafter: 6 FLOPs for each trained parameter, token and depth (forward and backward), and as
   many for the target's lm_head where the drafter has none of its own;
 - generation: each round reads the target's weights once, for `regenerate.batch_size` tokens;
+- the fit of a start: the target's forward over its rows, and the products of its regressions, in
+  float32 and on every device alike;
 - time: FLOPs over a share of the device's rate (devices.py), or bytes over that share of the
   bandwidth;
 - activations: 17 numbers for each hidden unit, layer, depth and token (Korthikanti et al. 2022,
@@ -74,6 +76,7 @@ class StagePlan:
     device: torch.device = field(default_factory=own_device)  # that it is to run on
     count: int = 1  # processes, each with a device
     name: str = ""
+    first: bool = True  # later ones go on with its drafter
 
     @property
     def autocast(self) -> torch.dtype:
@@ -156,15 +159,9 @@ class StagePlan:
         """The work of the stage, or of one step where the number of steps is not known."""
         recipe = self.recipe
         target = self.target
-        phases = list[Phase]()
         length = recipe.data.max_length
         forward = forward_flops(target, length)
         tokens = (self.steps or 1) * self.step_rows.rows_per_step * length
-        if recipe.regenerate.enabled and not recipe.regenerate.endpoints and self.tokens:
-            weights = target.num_parameters * target.dtype.itemsize
-            read = weights * self.supervised / recipe.regenerate.batch_size
-            work = self.tokens * forward
-            phases.append(Phase("responses of the target", work, target.dtype, read))
         seen = min(tokens, self.tokens or tokens) if self.keeps_features else tokens
         trained = self.trainable
         parameters = self.head.named_parameters()
@@ -173,14 +170,46 @@ class StagePlan:
         served = bool(recipe.features.endpoints)
         passes = 2 if recipe.joint else 1  # the gradients of states take what a forward takes
         work = passes * seen * forward
-        phases.append(Phase("features of the target", work, target.dtype, elsewhere=served))
+        features = Phase("features of the target", work, target.dtype, elsewhere=served)
         drafted = 6.0 * tokens * self.depths * trained
-        return [*phases, Phase("drafter, forward and backward", drafted, self.autocast)]
+        drafting = Phase("drafter, forward and backward", drafted, self.autocast)
+        return [*self.writing, *self.fitting, features, drafting]
+
+    @property
+    def writing(self) -> list[Phase]:
+        """The target's responses, if this stage writes them."""
+        recipe = self.recipe
+        target = self.target
+        if not recipe.regenerate.enabled or recipe.regenerate.endpoints or not self.tokens:
+            return []
+        weights = target.num_parameters * target.dtype.itemsize
+        read = weights * self.supervised / recipe.regenerate.batch_size
+        work = self.tokens * forward_flops(target, recipe.data.max_length)
+        return [Phase("responses of the target", work, target.dtype, read)]
+
+    @property
+    def fitting(self) -> list[Phase]:
+        """The fit of the start, and the features that it needs where the disk has none."""
+        if not (terms := self.start_terms):
+            return []
+        target = self.target
+        features = self.recipe.features
+        phases = list[Phase]()
+        if features.mode == "online":
+            forward = forward_flops(target, self.recipe.data.max_length)
+            work = self.count * self.fitted_tokens * forward
+            served = bool(features.endpoints)
+            phases.append(Phase("features of the fit", work, target.dtype, elsewhere=served))
+        work = self.count * self.head.start_flops(self.recipe.drafter, terms)
+        return [*phases, Phase("fit of the start", work, torch.float32)]
 
     def writing_seconds(self, device: Device) -> float:
         """Of the target's responses, if this stage writes them."""
-        *writing, _, _ = self.phases
-        return sum(phase.seconds(device, self.count) for phase in writing)
+        return sum(phase.seconds(device, self.count) for phase in self.writing)
+
+    def fitting_seconds(self, device: Device) -> float:
+        """Of the fit of a start, which a budget of minutes pays."""
+        return sum(phase.seconds(device, self.count) for phase in self.fitting)
 
     def step_seconds(self, device: Device) -> float:
         """Of one optimizer step: the mean, or where the number is not known one of the first
@@ -198,15 +227,15 @@ class StagePlan:
         """Infinite if neither steps nor minutes bound the training."""
         steps = math.inf if self.steps is None else self.steps
         minutes = self.recipe.training.max_minutes
-        training = min(steps * self.step_seconds(device), 60 * minutes if minutes else math.inf)
-        return self.writing_seconds(device) + training
+        training = self.fitting_seconds(device) + steps * self.step_seconds(device)
+        return self.writing_seconds(device) + min(training, 60 * minutes if minutes else math.inf)
 
     def steps_within_minutes(self, device: Device) -> float:
         """Infinite without a budget of minutes."""
         minutes = self.recipe.training.max_minutes
         if not minutes:
             return math.inf
-        seconds = 60 * minutes
+        seconds = max(60 * minutes - self.fitting_seconds(device), 0.0)
         first = self.step_seconds(device)
         epoch = self.tokens / (self.step_rows.rows_per_step * self.recipe.data.max_length)
         if self.steps is not None or not self.keeps_features or seconds <= epoch * first:
@@ -272,10 +301,16 @@ class StagePlan:
     @property
     def start_terms(self) -> int:
         """Terms that a start is fitted to: as many as it asks for, or as the data has; 0: none."""
-        if self.recipe.drafter.init_from is not None:
+        if self.recipe.drafter.init_from is not None or not self.first:
             return 0
         asked = self.head.start_terms(self.recipe.drafter)
         return min(asked, self.supervised or asked)
+
+    @property
+    def fitted_tokens(self) -> int:
+        """Tokens of the rows that a start is fitted to; 0: none is."""
+        share = self.supervised / self.tokens if self.supervised else ASSUMED_SHARE
+        return round(self.start_terms / share)
 
     @property
     def fitted_with(self) -> Parts:
@@ -284,12 +319,11 @@ class StagePlan:
             return {}
         t = self.target
         exact = bytes_per_token("exact", len(self.drafter.tap_layers), t.hidden_size, t.dtype)
-        share = self.supervised / self.tokens if self.supervised else ASSUMED_SHARE
         held = self.held
         return {
             "target's weights": held["target's weights"],
             "drafter's weights": held["drafter's weights"],
-            "features of the fit": round(terms / share * exact),
+            "features of the fit": self.fitted_tokens * exact,
             "fit of the start": self.head.start_bytes(self.recipe.drafter, terms),
             "runtime and libraries": self.runtime,
         }
@@ -383,8 +417,9 @@ class Plan:
     @property
     def memory(self) -> Parts:
         """Bytes of one device where it takes the most: in a training, or before it."""
-        parts = [part for stage in self.stages for part in (stage.memory, stage.written_with)]
-        parts.append(self.stages[0].fitted_with)  # later stages go on with its drafter
+        parts = list[Parts]()
+        for stage in self.stages:
+            parts += [stage.memory, stage.written_with, stage.fitted_with]
         return max(parts, key=lambda part: sum(part.values()))
 
     @property
@@ -431,8 +466,8 @@ def make_plan(
     """`examples`: of each training source that cannot be counted."""
     runs_on = torch.device(device.kind) if device else own_device()
     stages = [
-        make_stage(part, count_tokens(part, examples), runs_on, count, name)
-        for name, part in recipe.training_stages()
+        make_stage(part, count_tokens(part, examples), runs_on, count, name, first=number == 0)
+        for number, (name, part) in enumerate(recipe.training_stages())
     ]
     return Plan(recipe, device, count, stages)
 
@@ -442,7 +477,10 @@ def short_budgets(recipe: Recipe, count: int) -> list[str]:
     parts = recipe.training_stages()
     if not any(part.training.max_minutes for _, part in parts):
         return []
-    stages = [make_stage(part, count=count, name=name) for name, part in parts]
+    stages = [
+        make_stage(part, count=count, name=name, first=number == 0)
+        for number, (name, part) in enumerate(parts)
+    ]
     return Plan(recipe, this_machine(), count, stages).warnings
 
 
@@ -468,13 +506,15 @@ def make_stage(
     device: torch.device | None = None,
     count: int = 1,
     name: str = "",
+    *,
+    first: bool = True,
 ) -> StagePlan:
     """Reads the configs of target and student. ConfigError as the run itself would raise it."""
     device = device or own_device()
     target = recipe.target.sketch(device)
     config = drafter_config(recipe, target, planning=True)
     head = sketch_drafter(recipe, config).prepare_training(recipe.drafter)
-    return StagePlan(recipe, target, head.config, head, list(sources), device, count, name)
+    return StagePlan(recipe, target, head.config, head, list(sources), device, count, name, first)
 
 
 def active_parameters(target: TargetSketch) -> float:

@@ -84,6 +84,17 @@ def test_init_where_writing_takes_long_names_servers(chats, tmp_path, monkeypatc
     assert [e.url for e in load_recipe(out).regenerate.endpoints] == ["http://localhost:8000/v1"]
 
 
+def test_init_where_writing_takes_long_on_a_cpu_trains_on_fewer(chats, tmp_path, monkeypatch):
+    monkeypatch.setattr(init, "HOUR", 0.001)
+    monkeypatch.setattr(init, "CPU_LEAST_CONVERSATIONS", 3)
+    out = tmp_path / "my.yaml"
+    printed = call(*options(TOKENIZER, chats, out, "--gpu", "cpu"))[1]
+    recipe = load_recipe(out)
+    assert recipe.data.train[0].limit == 3 and "first 3 to train on" in printed
+    assert recipe.data.train[0].split  # those held out are not among them
+    assert make_plan(recipe, this_cpu()).stages[0].sources[0].examples == 3
+
+
 def test_init_prints_commands_that_a_shell_takes(chats, tmp_path):
     out = tmp_path / "my recipe [1].yaml"
     target = shutil.copytree(TOKENIZER, tmp_path / "my target")

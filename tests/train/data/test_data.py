@@ -373,7 +373,7 @@ def test_row_whose_prompt_leaves_out_its_system_turn_is_refused(tokenizer):
 
 
 def test_tokenizer_without_template_is_refused(tokenizer):
-    with pytest.raises(DataError, match=r"no chat template; give one with data.chat_template"):
+    with pytest.raises(DataError, match=r"no chat template; put a chat_template.jinja beside it"):
         ConversationTokenizer(tokenizer).rows(chat("a", "b"))
 
 

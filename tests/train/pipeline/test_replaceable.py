@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 
 import pytest
 import torch
@@ -68,3 +70,14 @@ def test_what_a_link_leads_to_is_replaced_and_the_link_stays(tmp_path):
         torch.save({}, fresh / "new")
     assert link.is_symlink() and [path.name for path in real.iterdir()] == ["new"]
     assert {path.name for path in tmp_path.iterdir()} == {"real", "link"}
+
+
+def test_a_place_that_may_not_be_written_is_named_and_no_scratch(tmp_path, monkeypatch):
+    def refuse(path, *args, **kwargs):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr("os.mkdir", refuse)  # root may write anywhere
+    for folder in (tmp_path / "out", tmp_path / "new" / "out"):
+        with pytest.raises(PermissionError) as error, fresh_folder(folder):
+            pass
+        assert error.value.filename == str(folder)

@@ -56,10 +56,9 @@ def test_what_is_exported_is_what_was_trained(tiny_model, tmp_path, exported):
     assert not list(tmp_path.glob(".target*"))
 
 
-@pytest.mark.filterwarnings(
-    "ignore:Unable to fetch remote file", "ignore:Could not find a config file"
-)
-def test_an_adapter_of_a_revision_is_loaded_onto_that_revision(tiny_model, tmp_path, hub_cache):
+def test_an_adapter_of_a_revision_is_loaded_onto_that_revision(
+    tiny_model, tmp_path, hub_cache, monkeypatch
+):
     tiny_model("qwen2").save_pretrained(tmp_path / "v1")
     hub_cache("org/target", tmp_path / "v1", "v1")
     other = copy.deepcopy(tiny_model("qwen2"))
@@ -69,6 +68,7 @@ def test_an_adapter_of_a_revision_is_loaded_onto_that_revision(tiny_model, tmp_p
     hub_cache("org/target", tmp_path / "main")
     target = FrozenTarget.from_pretrained("org/target@v1")
     expected = target.embed_tokens.weight.clone()
+    monkeypatch.setattr("peft.utils.save_and_load.check_file_exists_on_hf_hub", None)  # not asked
     JointTarget(target, JointSection(), revision="v1").adapter.save(tmp_path / "adapter")
     reloaded = FrozenTarget.from_pretrained(str(tmp_path / "adapter"))
     assert torch.equal(reloaded.embed_tokens.weight, expected)
