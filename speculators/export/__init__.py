@@ -56,8 +56,9 @@ def export_drafter(
     place in it. `beside`: files that go into the folder too. `judge` is given the folder before
     it takes its place, and raises if it may not."""
     folder = Path(folder)
+    written_as = layout_for(format, drafter.config.family)
+    drafter = written_as.layout.fitted(drafter)
     config = drafter.config.model_copy(update={"dtype": str(dtype).removeprefix("torch.")})
-    written_as = layout_for(format, config.family)
     written_as.check(config, format)
     if config.quantization is not None and format != NATIVE:
         raise ConfigError(

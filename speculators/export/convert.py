@@ -121,9 +121,9 @@ def write_back(export: str | Path, target: str | Path, out: str | Path) -> Path:
     )
     if wrong:
         raise CheckpointError(
-            f"{target} has no tensor of the same shape for {len(wrong)} of {export}: "
+            f"it has no tensor of the same shape for {len(wrong)} of {export}: "
             f"{', '.join(wrong[:3])}; give the folder whose module was trained",
-            where="write_back",
+            where=f"--into {target}",
         )
     with fresh_folder(out) as folder:
         shutil.copytree(target, folder, dirs_exist_ok=True)

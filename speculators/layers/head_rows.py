@@ -68,6 +68,6 @@ def mean_elsewhere(head: nn.Module, ids: Tensor) -> dict[str, Tensor]:
         tensors["weight"][others], tensors["weight_scale"][others] = mean
     else:
         tensors["weight"][others] = head.weight[rows].float().mean(0).to(head.weight.dtype)
-    if head.bias is not None:
+    if getattr(head, "bias", None) is not None:  # tables of embeddings have none
         tensors["bias"][others] = head.bias[rows].float().mean().to(head.bias.dtype)
     return tensors

@@ -145,7 +145,8 @@ def _message(turn: Any, where: str) -> Message:
         raise ValueError(f"{where}: expected tool_calls to be a list, got {_quote(calls)}")
     content = turn.get(text, "" if calls else None)
     if isinstance(content, list) and all(map(_is_text_part, content)):
-        content = "\n".join(part["text"] for part in content)  # as servers hand them to templates
+        # as servers hand them to templates
+        content = "\n".join(part if isinstance(part, str) else part["text"] for part in content)
     rest = {k: v for k, v in turn.items() if k not in (speaker, text, "tool_calls")}
     for name in REASONING_FIELDS:
         _text(rest.get(name, ""), f"{where} ({role}): {name}")
@@ -154,7 +155,9 @@ def _message(turn: Any, where: str) -> Message:
 
 
 def _is_text_part(part: Any) -> bool:
-    """True for one of OpenAI's text parts; only text is trained on."""
+    """True for one of OpenAI's text parts, or plain text; only text is trained on."""
+    if isinstance(part, str):
+        return True
     is_text = isinstance(part, Mapping) and part.get("type") == "text"
     return is_text and isinstance(part.get("text"), str)
 
@@ -166,7 +169,7 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
         raise ValueError(f"{where}: expected a tool call with a function name, got {_quote(call)}")
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
-        arguments = _from_json(arguments, f"{where}: the arguments of {function['name']}")
+        arguments = _from_json(arguments or "{}", f"{where}: the arguments of {function['name']}")
     if not isinstance(arguments, Mapping):
         raise ValueError(f"{where}: expected arguments as a mapping, got {_quote(arguments)}")
     called = {**function, "arguments": arguments}

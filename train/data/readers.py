@@ -174,6 +174,9 @@ def _csv(file: io.BufferedReader, path: Path) -> Iterator[tuple[int, Any]]:
             if UNCLOSED in str(error):
                 raise
             yield number, BadRow("", f"not CSV: {error}")
+            continue
+        if more := row.get(None):  # fields without a name
+            yield number, BadRow("", f"{len(more)} more fields than names; quote text with commas")
         else:
             yield number, row
 

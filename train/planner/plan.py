@@ -494,9 +494,12 @@ def _few_steps(stage: StagePlan, device: Device) -> str:
     minutes = stage.recipe.training.max_minutes
     seconds = stage.step_seconds(device)
     steps = int(stage.steps_within_minutes(device))
+    each = f"{seconds:,.1f} s each"
+    if fitting := stage.fitting_seconds(device):
+        each += f" behind {fitting:,.0f} s that fit the start"
     return (
-        f"training.max_minutes: about {steps} steps fit into {minutes:g} minutes, {seconds:,.1f} s"
-        f" each; a drafter needs hundreds. {WHAT_TO_CHANGE}"
+        f"training.max_minutes: about {steps} steps fit into {minutes:g} minutes, {each};"
+        f" a drafter needs hundreds. {WHAT_TO_CHANGE}"
     )
 
 

@@ -153,6 +153,10 @@ class Layout:
 
     # -------------------------------------------------------------- files
 
+    def fitted(self, drafter: Drafter) -> Drafter:
+        """The drafter as engines want it beside its target, where one is attached."""
+        return drafter
+
     def write(
         self, drafter: Drafter, config: DrafterConfig, folder: Path, dtype: torch.dtype
     ) -> None:

@@ -10,7 +10,7 @@ token is ours. A head that was tied to the embedding is so again when the folder
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
@@ -114,6 +114,17 @@ class DraftModelLayout(Layout):
     # -------------------------------------------------------------- files
 
     @override
+    def fitted(self, drafter: Drafter) -> Drafter:
+        """With a table of the target's size, without which vLLM refuses a model of its tokens."""
+        draft_model = cast(DraftModel, drafter)
+        config = cast(DraftModelConfig, drafter.config)
+        if draft_model.token_map is not None or config.quantization or not drafter.attached:
+            return drafter
+        size = drafter.target.vocab_size
+        known = size == config.vocab_size or any(id >= size for id in _named_tokens(config.model))
+        return drafter if known else _resized(draft_model, size)
+
+    @override
     def write(
         self, drafter: Drafter, config: DrafterConfig, folder: Path, dtype: torch.dtype
     ) -> None:
@@ -188,6 +199,31 @@ class DraftModelLayout(Layout):
         if needs_eager(model.config):
             model.set_attn_implementation("eager")
         return model
+
+
+def _named_tokens(model: Mapping[str, Any]) -> Iterator[int]:
+    """The ids that a config.json names, such as that of the end of a text."""
+    for name, value in model.items():
+        if name.endswith("_token_id"):
+            yield from (id for id in (value if isinstance(value, list) else [value]) if id)
+
+
+@torch.no_grad()
+def _resized(drafter: DraftModel, size: int) -> DraftModel:
+    """A copy whose table has `size` rows: the last are cut off, or the new ones are the mean of the
+    others, so that none of them is the best."""
+    old = drafter.config.vocab_size
+    resized = cast(DraftModel, drafter.deep_copy())
+    model = resized.model
+    model.resize_token_embeddings(size, mean_resizing=False)
+    rows = torch.arange(min(old, size))
+    for table in (model.get_input_embeddings(), model.get_output_embeddings()):
+        table.load_state_dict(mean_elsewhere(table, rows))
+    sizes = sizes_of({**resized.config.model, "vocab_size": size})
+    if resized.config.reduced_vocabulary:
+        del sizes["draft_vocab_size"]
+    resized.config = resized.config.model_copy(update=sizes)
+    return resized
 
 
 def _head_in_engines(drafter: DraftModel) -> dict[str, Tensor]:

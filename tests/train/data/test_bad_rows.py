@@ -240,8 +240,9 @@ def test_a_file_that_breaks_off_is_refused_as_nobody_knows_what_is_lost(tmp_path
     [
         (b"caf\xe9,good", "not UTF-8: the byte 0xe9 behind 'caf'; save the file as UTF-8"),
         (b'"a" b,good', "not CSV"),
+        (b"one, two,good", "1 more fields than names"),
     ],
-    ids=["not UTF-8", "text behind a quote"],
+    ids=["not UTF-8", "text behind a quote", "a comma without quotes"],
 )
 def test_a_bad_row_of_csv_harms_no_other(tmp_path, row, what):
     file = tmp_path / "chats.csv"

@@ -312,6 +312,14 @@ ANSWERS = [
 ]
 
 
+def test_parts_and_arguments_are_read_as_the_server_reads_them():
+    asked = {"role": "user", "content": ["1", {"type": "text", "text": "2?"}]}
+    answer = {"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": ""}}]}
+    example = parse_row({"messages": [asked, answer]}, origin="here")
+    assert example.messages[0]["content"] == "1\n2?"
+    assert example.messages[1]["tool_calls"][0]["function"]["arguments"] == {}
+
+
 def test_nulls_of_json_text_stay_and_those_of_columns_are_none():
     """Arrow fills up what a row has not; a server hands JSON as it is to the template."""
     call = {"name": "add", "arguments": '{"a": null}', "id": None}

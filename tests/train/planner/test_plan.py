@@ -215,6 +215,9 @@ def test_a_fitted_start_takes_time_that_a_budget_of_minutes_pays(folder):
     assert stage.seconds(device) == pytest.approx(alone.seconds(device) + seconds)
     share = stage.steps_within_minutes(device) / alone.steps_within_minutes(device)
     assert share == pytest.approx(1 - seconds / 60)
+    short = fitted | {"training": {"max_minutes": 1e-6}}
+    (warning,) = make_plan(make_recipe(short), device).warnings
+    assert "that fit the start" in warning
     later = make_stage(make_recipe(fitted), stage.sources, first=False)
     assert not later.fitting, "it goes on with the drafter of the first stage"
     four = make_plan(make_recipe(fitted), device, count=4).stages[0]

@@ -163,7 +163,9 @@ def test_a_plain_folder_drafts(
         torch.testing.assert_close(drafter.model(IDS).logits, expected)
         export_drafter(drafter, tmp_path / "again", dtype=torch.float32)
         again = AutoModelForCausalLM.from_pretrained(tmp_path / "again")
-        torch.testing.assert_close(again(IDS).logits, expected)
+        logits = again(IDS).logits
+        assert logits.shape[-1] == target.vocab_size
+        torch.testing.assert_close(logits[..., : expected.shape[-1]], expected)
     tokenizer.save_pretrained(tmp_path / "again")
     for folder in ("draft", "again"):
         drafting = {"method": "draft_model", "model": str(tmp_path / folder)}
@@ -204,6 +206,32 @@ def test_tables_of_other_sizes_unroll_as_they_draft(tiny_model, size: int) -> No
 def test_tables_of_other_sizes_keep_the_targets_distribution(tiny_model) -> None:
     model = tiny_model("llama", vocab_size=SMALL_VOCAB, max_position_embeddings=64)
     assert_drafts_leave_the_target_its_text(model, small_table(model, 5)[1])
+
+
+@pytest.mark.parametrize("size", [64, 120])
+@pytest.mark.parametrize("reduced", [False, True])
+def test_an_export_has_a_table_of_the_targets_size(
+    tiny_model, tmp_path: Path, size: int, reduced: bool
+) -> None:
+    """vLLM refuses another; what is drafted is the same."""
+    options = {"draft_vocab_size": 32} if reduced else {}
+    target = FrozenTarget(tiny_model("llama"))
+    config = {"model_type": "opt", **OPT, "vocab_size": size}
+    drafter = student(target, 0.1, config=config, **options)
+    folder = export_drafter(drafter, tmp_path / "head", dtype=torch.float32)
+    again = load_drafter(folder, target)
+    assert again.config.vocab_size == 101 and again.config.reduced_vocabulary == reduced
+    known = min(size, 101)
+    ids = torch.randint(0, known, (1, 9))
+    expected = drafter.model(ids).logits
+    logits = AutoModelForCausalLM.from_pretrained(folder)(ids).logits
+    assert logits.shape[-1] == 101
+    if not reduced:
+        torch.testing.assert_close(logits[..., :known], expected[..., :known])
+        assert (logits[..., known:] <= expected.amax(-1, keepdim=True)).all()
+    hidden = torch.randn(2, 24)
+    drafted_before = drafter.head(hidden).argmax(-1)
+    assert torch.equal(again.head(hidden).argmax(-1), drafted_before)
 
 
 # ---------------------------------------------------------------------- positions
