@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from abc import abstractmethod
 from collections.abc import Iterator
-from dataclasses import fields
 from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
@@ -19,7 +18,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from draftsmith.inference.entrypoints.checks import CheckedRequest, TextLimit
 from draftsmith.inference.entrypoints.prompts import Prompt, chat_prompts
 from draftsmith.inference.entrypoints.text_generator import TextGenerator
-from draftsmith.inference.sampling_params import ACCEPTED, SamplingParams
+from draftsmith.inference.sampling_params import ACCEPTED, FIELDS, SamplingParams
 from draftsmith.inference.server.api_errors import APIError
 from draftsmith.inference.server.serve_options import ServerOptions, SpecDecodeDetail
 from draftsmith.speculators.errors import ConfigError
@@ -43,7 +42,7 @@ FIXED: dict[str, Any] = {  # accepted at this value, or null, only; SamplingPara
     "suffix": None,
 }
 Model = TypeVar("Model", bound=BaseModel)
-PARAMETERS = {field.name for field in fields(SamplingParams)} | ACCEPTED.keys()
+PARAMETERS = FIELDS | ACCEPTED.keys()
 
 # Limits of one request, so that it cannot hold up the others. Every round looks at every stop
 # string and bad word.
