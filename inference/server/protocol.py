@@ -128,14 +128,14 @@ class DrafterRequest(BaseModel):
 
 
 class StreamOptions(BaseModel):
-    """What a stream holds beside the text, as in OpenAI's API; what vLLM adds to it is accepted
-    where it changes nothing."""
+    """What a stream holds beside the text, as in OpenAI's API, and by `continuous_usage_stats` as
+    in vLLM's."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
     include_usage: bool | None = None
     include_obfuscation: bool | None = None  # padding, which this server never writes
-    continuous_usage_stats: Literal[False] | None = None
+    continuous_usage_stats: bool | None = None
 
 
 class GenerationRequest(BaseModel):
@@ -209,6 +209,11 @@ class GenerationRequest(BaseModel):
     def usage_at_end(self) -> bool:
         """True if a stream ends with a chunk that counts tokens."""
         return bool(self.stream_options.include_usage)
+
+    @property
+    def usage_in_chunks(self) -> bool:
+        """True if every chunk counts the tokens of its choice so far."""
+        return self.usage_at_end and bool(self.stream_options.continuous_usage_stats)
 
     @property
     def max_field(self) -> str:

@@ -3,6 +3,7 @@ OpenAI's shape."""
 
 from __future__ import annotations
 
+import collections
 import json
 import queue
 import shutil
@@ -84,6 +85,25 @@ def test_a_streaming_chat(client, offline, byte_tokenizer):
     assert [c.choices[0].finish_reason for c in chunks[-2:]] == [None, "length"] and len(chunks) > 3
     assert all(c.usage is None for c in chunks) and not last.choices
     assert last.usage == whole.usage and last.usage.prompt_tokens == len(prompt.token_ids)
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_every_chunk_counts_the_tokens_of_its_choice_if_it_is_to(client, chat):
+    """vLLM's `continuous_usage_stats`, which load generators ask for."""
+    create = client.chat.completions.create if chat else client.completions.create
+    prompt = {"messages": CHAT} if chat else {"prompt": ["one", "the second"]}
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    request = GREEDY | prompt | {"max_tokens": 6, "n": 2, "extra_body": {"return_token_ids": True}}
+    *chunks, last = create(**request, stream=True, stream_options=options)
+    written = collections.Counter()
+    for chunk in chunks:
+        (choice,) = chunk.choices
+        written[choice.index] += len(getattr(choice, "token_ids", None) or ())
+        assert chunk.usage.completion_tokens == written[choice.index]
+        assert chunk.usage.total_tokens == chunk.usage.prompt_tokens + written[choice.index]
+    prompts = {chunk.choices[0].index // 2: chunk.usage.prompt_tokens for chunk in chunks}
+    assert sum(prompts.values()) == last.usage.prompt_tokens
+    assert last.usage.completion_tokens == written.total() == 6 * len(written)
 
 
 def test_prompts_in_every_shape(client, offline, byte_tokenizer):
