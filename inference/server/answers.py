@@ -142,7 +142,7 @@ class CompletionWriter:
         """The fields after the text that completions and chats have in common."""
         self._written[index] += len(completion.token_ids)
         if completion.logprobs is not None:
-            decode_logprobs(completion.logprobs, self.ticket.begun[prompt].tokenizer)
+            decode_logprobs(completion.logprobs, self.tokenizer)
         fields: Answer = {
             "logprobs": None if completion.logprobs is None else self.logprobs(index, completion),
             "finish_reason": completion.finish_reason,

@@ -148,6 +148,9 @@ def test_logprobs(client, offline, stream):
     assert logprobs.tokens == [f"token_id:{token}" for token in output.token_ids]
     for entries, names in zip(output.logprobs, logprobs.top_logprobs, strict=True):
         assert set(names) == {f"token_id:{token}" for token in entries}
+    asked = {"max_tokens": 6, "logprobs": 2, "extra_body": {"detokenize": False}}
+    (unwritten,) = client.completions.create(**GREEDY, prompt="once", **asked).choices
+    assert (unwritten.text, unwritten.logprobs.tokens) == ("", joined["tokens"])
     chat = {"messages": CHAT, "max_tokens": 5, "logprobs": True, "top_logprobs": 3}
     for token in client.chat.completions.create(**GREEDY, **chat).choices[0].logprobs.content:
         best = [other.logprob for other in token.top_logprobs]
