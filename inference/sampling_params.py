@@ -7,7 +7,7 @@ import functools
 import logging
 import reprlib
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, ConfigDict, Field, ValidationError
@@ -180,5 +180,10 @@ class SamplingParams:
         return self.temperature == 0
 
     def clone(self) -> SamplingParams:
-        """A copy, checked anew. ConfigError for a field that was assigned a wrong value."""
-        return replace(self)
+        """A copy, checked anew. ConfigError for a field that was assigned a wrong value, and for a
+        name that was assigned and is none of a field."""
+        further = {name: value for name, value in vars(self).items() if name not in FIELDS}
+        return replace(self, **further)
+
+
+FIELDS = {field.name for field in fields(SamplingParams)}

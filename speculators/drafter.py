@@ -195,6 +195,7 @@ class Drafter(nn.Module):
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
         self.config = config
+        self.traits = type(self).traits
         self._target: list[TargetHead] = []  # a list, so that nn.Module does not register it
         # how often each target token was supervised [V], where that is known; goes into an export
         self.token_counts: Tensor | None = None

@@ -127,7 +127,8 @@ def _row(repeats: Sequence[Result], off: Sequence[Result]) -> Result:
     answers are the text that is written without drafting."""
     row = without_details(repeats[0])
     for name, value in row.items():
-        values = [result[name] for result in repeats]
+        # counters may be lost in a repeat
+        values = [result[name] for result in repeats if name in result]
         if isinstance(value, float) and None not in values:
             row[name] = median(values)
     if repeats is off:

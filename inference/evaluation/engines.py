@@ -272,6 +272,7 @@ class RuntimeEngine(MeasuredEngine):
 
     @override
     def facts(self) -> EngineFacts:
+        """Of this package; whether rounds are compiled is known after `prepare`."""
         sampled = "probabilistic" if self.drafting.drafter is not None else None
         return EngineFacts(
             name=self.name,
@@ -282,6 +283,7 @@ class RuntimeEngine(MeasuredEngine):
 
     @override
     def prepare(self, prompts: Prompts, max_tokens: int) -> None:
+        """Compiles what these prompts need, so that nothing is compiled while it is timed."""
         # nothing is compiled while it is timed
         self.llm.warm_up(longest=max(map(len, prompts)) + max_tokens)
 
@@ -289,14 +291,17 @@ class RuntimeEngine(MeasuredEngine):
     def time_rounds(
         self, prompts: Prompts, params: Sequence[SamplingParams], batch: int
     ) -> RoundTimes:
+        """Of the first 2 · `batch` prompts; none on a device whose clock cannot be read."""
         return time_rounds(self.llm, prompts, params, batch)
 
     @override
     def in_float32(self, rows: int) -> RuntimeEngine:
+        """A second runtime, which loads its own target; never None."""
         return RuntimeEngine(self.drafting.in_float32(rows))
 
     @override
     def close(self) -> None:
+        """Also frees the `LLM`, whose target `models` shares."""
         del self.llm
         super().close()
 

@@ -269,10 +269,12 @@ class CacheView(Cache):
 
     @override
     def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Positions before the forward, of every layer: `past`."""
         return self.past
 
     @override
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        """Keys that a mask covers, those of the forward included, and the position of the first."""
         return self.past + query_length, 0
 
 

@@ -34,7 +34,7 @@ class Detokenizer:
         # the ids decoded together: those from `_read` on are new, those before only give context
         self._ids = self._context(prompt_token_ids)
         self._read = len(self._ids)
-        self._known = len(self._decode(self._ids))  # characters of the context
+        self._known = self._decode(self._ids)  # the text of the context
         self._base = ""  # text up to `_read`
 
     def push(self, token_ids: Sequence[int], first_checked: int = 0) -> tuple[int, str | None]:
@@ -65,7 +65,7 @@ class Detokenizer:
         """The final text; bytes that never became a character show as U+FFFD."""
         if not self._stopped:
             self._stopped = True
-            self.text = self._base + self._decode(self._ids)[self._known :]
+            self.text = self._base + self._new_text()
         return self.text
 
     def take(self) -> str:
@@ -78,15 +78,31 @@ class Detokenizer:
 
     def _extend(self, token_ids: Sequence[int]) -> None:
         self._ids += token_ids
-        decoded = self._decode(self._ids)
-        stable = decoded.rstrip(REPLACEMENT)
-        self.text = self._base + stable[self._known :]
+        new = self._new_text()
+        if REPLACEMENT in new and len(token_ids) > 1:
+            # byte fallback decodes no byte of a run that ends within a character: one by one, what
+            # is whole before that is known
+            del self._ids[-len(token_ids) :]
+            for token in token_ids:
+                self._extend([token])
+            return
+        stable = new.rstrip(REPLACEMENT)
+        self.text = self._base + stable
         # ends on a character: forget what lies before the block
-        if stable == decoded and len(decoded) > self._known:
+        if new and stable == new:
             self._base = self.text
             self._ids = self._ids[self._read :]
             self._read = len(self._ids)
-            self._known = len(self._decode(self._ids))
+            self._known = self._decode(self._ids)
+
+    def _new_text(self) -> str:
+        """The text of the ids from `_read` on. Where bytes among them take the context's last
+        characters along, they are decoded alone: no character follows another within its bytes."""
+        decoded = self._decode(self._ids)
+        broken = REPLACEMENT in decoded and not decoded.startswith(self._known)
+        if broken and REPLACEMENT not in self._known:
+            return self._decode(self._ids[self._read :])
+        return decoded[len(self._known) :]
 
     def _context(self, prompt: Sequence[int]) -> list[int]:
         """The last tokens of the prompt, from the beginning of a character on: byte fallback

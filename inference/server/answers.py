@@ -8,6 +8,7 @@ import itertools
 import json
 import logging
 import math
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, TypeVar
@@ -66,7 +67,7 @@ class CompletionWriter:
         self._begun: set[int] = set()  # indices of choices
         self._rounds: dict[int, RoundTexts] = {}  # by index of the choice
         self._offsets: dict[int, int] = {}  # where the next token of each choice begins
-        self._completion_tokens = 0
+        self._written = Counter[int]()  # tokens of each choice
 
     async def response(self) -> JSONResponse:
         """The whole answer, once all outputs are there. APIError if one could not be finished."""
@@ -109,7 +110,8 @@ class CompletionWriter:
     def chunks(self, prompt: int, output: RequestOutput) -> Iterator[Answer]:
         """Chunks for a delta of the prompt with this index."""
         for completion in output.outputs:
-            yield self.chunk([self.choice(prompt, output, completion)])
+            choice = self.choice(prompt, output, completion)
+            yield self.chunk([choice], self._usage_so_far(output, choice["index"]))
 
     def last_chunks(self) -> Iterator[Answer]:
         """A chunk without choices, if metrics or usage are due at the end."""
@@ -120,10 +122,10 @@ class CompletionWriter:
                 fields["usage"] = self._usage()
             yield self.chunk([]) | fields
 
-    def chunk(self, choices: list[Answer]) -> Answer:
-        """A chunk of a stream."""
-        usage = {"usage": None} if self.request.usage_at_end else {}  # as OpenAI has it
-        return {**self._base, "object": self.chunk_object, "choices": choices, **usage}
+    def chunk(self, choices: list[Answer], usage: Answer | None = None) -> Answer:
+        """A chunk of a stream. `usage`: None where it counts nothing."""
+        fields = {"usage": usage} if self.request.usage_at_end else {}  # None is as OpenAI has it
+        return {**self._base, "object": self.chunk_object, "choices": choices, **fields}
 
     def choice(self, prompt: int, output: RequestOutput, completion: CompletionOutput) -> Answer:
         """A choice: in a stream with what is new. The n responses of a prompt are choices one after
@@ -138,9 +140,9 @@ class CompletionWriter:
 
     def common_fields(self, prompt: int, index: int, completion: CompletionOutput) -> Answer:
         """The fields after the text that completions and chats have in common."""
-        self._completion_tokens += len(completion.token_ids)
+        self._written[index] += len(completion.token_ids)
         if completion.logprobs is not None:
-            decode_logprobs(completion.logprobs, self.ticket.begun[prompt].tokenizer)
+            decode_logprobs(completion.logprobs, self.tokenizer)
         fields: Answer = {
             "logprobs": None if completion.logprobs is None else self.logprobs(index, completion),
             "finish_reason": completion.finish_reason,
@@ -185,11 +187,13 @@ class CompletionWriter:
 
     def _usage(self) -> Answer:
         prompt_tokens = sum(len(prompt.token_ids) for prompt in self.ticket.prompts)
-        return {
-            "prompt_tokens": prompt_tokens,
-            "completion_tokens": self._completion_tokens,
-            "total_tokens": prompt_tokens + self._completion_tokens,
-        }
+        return _token_counts(prompt_tokens, self._written.total())
+
+    def _usage_so_far(self, output: RequestOutput, index: int) -> Answer | None:
+        """Of the choice with this index, as in vLLM; None if chunks are not to say."""
+        if not self.request.usage_in_chunks:
+            return None
+        return _token_counts(len(output.prompt_token_ids), self._written[index])
 
     def _metrics(self) -> Answer | None:
         """Acceptance of a single response; of several there is none (as in vLLM)."""
@@ -225,9 +229,12 @@ class ChatWriter(CompletionWriter):
                 self._begun.add(index)
                 delta = {"role": "assistant", "content": ""}
                 opening = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
-                yield self.chunk([opening]) | self._prompt(output)
+                yield self.chunk([opening], self._usage_so_far(output, index)) | self._prompt(
+                    output
+                )
             choice = {"index": index, "delta": {"content": completion.text}}
-            yield self.chunk([choice | self.common_fields(prompt, index, completion)])
+            choice |= self.common_fields(prompt, index, completion)
+            yield self.chunk([choice], self._usage_so_far(output, index))
 
     def choice(self, prompt: int, output: RequestOutput, completion: CompletionOutput) -> Answer:
         """A choice with the message that was written."""
@@ -346,6 +353,14 @@ def acceptance(request: Request, most: int, detailed: bool) -> Answer:
         "num_spec_tokens": most,
         "per_step_accepted": accepted if detailed else None,
         "per_step_drafted": [drafted for drafted, _ in steps] if detailed else None,
+    }
+
+
+def _token_counts(prompt_tokens: int, completion_tokens: int) -> Answer:
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
     }
 
 

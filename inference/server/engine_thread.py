@@ -142,7 +142,8 @@ class EngineThread:
             message = f"{responses} responses; this server has places for {self._places}"
             raise APIError(400, f"{field}: {message}", field)
         if self.in_flight + responses > self._places:
-            message = f"{self.in_flight} responses run or wait already; try again later"
+            message = f"{self.in_flight} responses run or wait already"
+            message += "; try again later, or serve with more --max-num-queued-reqs"
             raise APIError(429, message, headers={"Retry-After": "1"})
         ticket = Ticket(self, responses, streaming, traced)
         self._tickets.add(ticket)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from abc import abstractmethod
 from collections.abc import Iterator
-from dataclasses import fields
 from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
@@ -19,7 +18,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from draftsmith.inference.entrypoints.checks import CheckedRequest, TextLimit
 from draftsmith.inference.entrypoints.prompts import Prompt, chat_prompts
 from draftsmith.inference.entrypoints.text_generator import TextGenerator
-from draftsmith.inference.sampling_params import ACCEPTED, SamplingParams
+from draftsmith.inference.sampling_params import ACCEPTED, FIELDS, SamplingParams
 from draftsmith.inference.server.api_errors import APIError
 from draftsmith.inference.server.serve_options import ServerOptions, SpecDecodeDetail
 from draftsmith.speculators.errors import ConfigError
@@ -43,7 +42,7 @@ FIXED: dict[str, Any] = {  # accepted at this value, or null, only; SamplingPara
     "suffix": None,
 }
 Model = TypeVar("Model", bound=BaseModel)
-PARAMETERS = {field.name for field in fields(SamplingParams)} | ACCEPTED.keys()
+PARAMETERS = FIELDS | ACCEPTED.keys()
 
 # Limits of one request, so that it cannot hold up the others. Every round looks at every stop
 # string and bad word.
@@ -129,14 +128,14 @@ class DrafterRequest(BaseModel):
 
 
 class StreamOptions(BaseModel):
-    """What a stream holds beside the text, as in OpenAI's API; what vLLM adds to it is accepted
-    where it changes nothing."""
+    """What a stream holds beside the text, as in OpenAI's API, and by `continuous_usage_stats` as
+    in vLLM's."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
     include_usage: bool | None = None
     include_obfuscation: bool | None = None  # padding, which this server never writes
-    continuous_usage_stats: Literal[False] | None = None
+    continuous_usage_stats: bool | None = None
 
 
 class GenerationRequest(BaseModel):
@@ -210,6 +209,11 @@ class GenerationRequest(BaseModel):
     def usage_at_end(self) -> bool:
         """True if a stream ends with a chunk that counts tokens."""
         return bool(self.stream_options.include_usage)
+
+    @property
+    def usage_in_chunks(self) -> bool:
+        """True if every chunk counts the tokens of its choice so far."""
+        return self.usage_at_end and bool(self.stream_options.continuous_usage_stats)
 
     @property
     def max_field(self) -> str:

@@ -92,6 +92,7 @@ class AdaptiveDraftLength(DraftLengthByCosts):
 
     @override
     def plan(self, rows: Sequence[Request]) -> RoundPlan:
+        """ConfigError without costs."""
         costs = self.costs_of(len(rows))
         room = self._room(rows)
         if not any(room):
@@ -113,6 +114,7 @@ class GatedDraftLength(DraftLengthByCosts):
 
     @override
     def plan(self, rows: Sequence[Request]) -> RoundPlan:
+        """ConfigError without costs."""
         costs = self.costs_of(len(rows))
         return GatedPlan(self._beside, self._acceptance, self._room(rows), costs)
 

@@ -62,6 +62,7 @@ class GatedPlan(RoundPlan):
 
     @override
     def divide(self, beside: Proposal) -> tuple[list[int], list[int]]:
+        """A row takes drafts of one of them alone, whichever gains more for its time."""
         self._drafted_beside = beside
         gains = [self._gains_beside(row) for row in range(len(self.limits))]
         # Ē [B]
@@ -99,6 +100,7 @@ class GatedPlan(RoundPlan):
 
     @override
     def learn(self, kept: Sequence[Kept]) -> None:
+        """Of both: a draft beside counts as right if it was committed, whoever drafted it."""
         self._learn_beside(kept)
         if not any(self._asked):
             self._head.idle_rounds += 1

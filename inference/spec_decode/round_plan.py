@@ -138,10 +138,12 @@ class AdaptivePlan(RoundPlan):
 
     @override
     def go_on(self, confidence: Sequence[float]) -> int:
+        """As many as gain the most over their time; `confidence` [B], of the next draft."""
         return self._decide_next(confidence, drafted=False)
 
     @override
     def settle(self, proposal: Proposal) -> Proposal:
+        """Shortened to what pays by the proposal's confidence, unless `go_on` ended the chain."""
         confidences: list[list[float]] | None = None
         if proposal.confidence is not None:
             confidences = proposal.confidence.T.tolist()  # [K][B]
@@ -222,6 +224,7 @@ class AdaptivePlan(RoundPlan):
 
     @override
     def learn(self, kept: Sequence[Kept]) -> None:
+        """With the confidences that the plan was given; a round without drafts counts as idle."""
         width = max(self._verified)
         if not width:
             self._acceptance.idle_rounds += 1

@@ -157,6 +157,7 @@ class VllmEngine(MeasuredEngine):
 
     @override
     def prepare(self, prompts: Prompts, max_tokens: int) -> None:
+        """Starts two processes of vLLM: one drafts, one does not. VllmError if vLLM refuses."""
         # vLLM drafts for no row of a batch once one row comes within K tokens of the limit.
         room = max(map(len, prompts)) + max_tokens + 2 * (self.drafting.num_speculative_tokens + 1)
         room = max(room, self.drafting.options.get("max_model_len") or 0)
@@ -192,6 +193,7 @@ class VllmEngine(MeasuredEngine):
 
     @override
     def facts(self) -> EngineFacts:
+        """Versions and platform as vLLM's process says them."""
         default = None if self.drafting.drafter is None else "greedy"
         method = self.config.get("draft_sample_method", default)
         versions = self.workers[False].facts  # of both; a worker that has stopped still has them
@@ -199,6 +201,7 @@ class VllmEngine(MeasuredEngine):
 
     @override
     def in_float32(self, rows: int) -> VllmEngine | None:
+        """None if `dtype` is float32 already."""
         if self._dtype == "float32":
             return None
         return VllmEngine(self.drafting.in_float32(rows), self.options)
@@ -223,6 +226,7 @@ class VllmEngine(MeasuredEngine):
 
     @override
     def stop(self) -> None:
+        """Ends both processes."""
         for worker in self.workers.values():
             worker.stop()
 

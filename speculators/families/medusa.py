@@ -73,6 +73,7 @@ class ResidualBlock(nn.Module):
 
     @override
     def forward(self, x: Tensor) -> Tensor:
+        """[..., width] -> the same."""
         return x + nn.functional.silu(self.linear(x))
 
 

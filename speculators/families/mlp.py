@@ -107,6 +107,7 @@ class ShiftedRMSNorm(RMSNorm):
 
     @override
     def forward(self, x: Tensor) -> Tensor:
+        """[..., width] -> the same, in the precision of x."""
         return super().forward(x) + self.bias.to(x.dtype)
 
 

@@ -40,6 +40,7 @@ class RMSNorm(nn.RMSNorm):
 
     @override
     def forward(self, x: Tensor) -> Tensor:
+        """[..., width] -> the same, in the precision of x."""
         return rms_norm(x, self.weight.to(x.dtype), self.eps)
 
 
@@ -134,6 +135,7 @@ class GatedMLP(nn.Module):
 
     @override
     def forward(self, x: Tensor) -> Tensor:
+        """[..., H] -> [..., H]."""
         return self.down_proj(self.inner(x))
 
     def inner(self, x: Tensor) -> Tensor:

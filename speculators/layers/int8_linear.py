@@ -63,6 +63,7 @@ class Int8Linear(nn.Module):
 
     @override
     def forward(self, x: Tensor) -> Tensor:
+        """[..., in_features] -> [..., out_features], in the precision of x."""
         return int8_product(x, self.weight, self.weight_scale, self.bias)
 
     def _apply(self, fn: Callable, *args, **kwargs) -> nn.Module:

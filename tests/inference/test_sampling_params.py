@@ -88,3 +88,13 @@ def test_a_changed_copy_is_checked_too():
     assert copy.max_tokens == 7
     with raises_at(ConfigError, "SamplingParams.max_tokens"):
         params.clone()
+
+
+@pytest.mark.parametrize("name, value", [("temprature", 0), ("structured_outputs", {"json": {}})])
+def test_assigned_name_that_is_no_parameter_is_refused(name, value):
+    params = SamplingParams()
+    params.output_kind = 2  # of vLLM, and harmless
+    assert params.clone() == params
+    setattr(params, name, value)
+    with raises_at(ConfigError, f"SamplingParams.{name}"):
+        params.clone()

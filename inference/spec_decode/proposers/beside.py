@@ -34,6 +34,7 @@ class HeadBesideProposer(HeadProposer):
 
     @override
     def propose(self, requests: Sequence[Request], plan: RoundPlan) -> Proposal:
+        """Each row takes drafts of one of them, as the plan divides; `methods` says of which."""
         beside = self._beside.propose(requests, plan)
         taken, asked = plan.divide(beside)
         proposal = merged(super().propose(requests, RoundPlan(asked)), beside, taken)

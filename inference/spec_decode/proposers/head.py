@@ -105,6 +105,7 @@ class HeadProposer(Proposer):
 
     @override
     def compile(self, options: CompileOptions | None) -> None:
+        """Chains of the best drafts; trees and sampled chains stay eager."""
         self._best_chain = None
         if self._tree is None and options is not None:
             # torch's compiler takes seconds to import
@@ -152,6 +153,7 @@ class HeadProposer(Proposer):
         taps: Tensor | None,
         last_hidden: Tensor,
     ) -> None:
+        """The last position of a prompt waits until its next token is sampled."""
         features = self._read(taps, last_hidden)
         known: list[int] = []
         for i, (request, count) in enumerate(zip(requests, counts, strict=True)):
@@ -173,6 +175,7 @@ class HeadProposer(Proposer):
         taps: Tensor | None,
         last_hidden: Tensor,
     ) -> None:
+        """They wait until drafts are asked for, or there is no room for more."""
         self._waiting.add(0, counts, self._read(taps, last_hidden))
 
     def _read(self, taps: Tensor | None, last_hidden: Tensor) -> dict[str, Tensor]:
@@ -198,6 +201,7 @@ class HeadProposer(Proposer):
 
     @override
     def rehearse(self, requests: Sequence[Request], depth: int) -> bool:
+        """Of a tree always all of it, whatever `depth`. Always True."""
         rows = len(requests)
         seen = list(self._seen)
         waiting = list(self._waiting.counts)

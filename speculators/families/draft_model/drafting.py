@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from draftsmith.speculators.config import DrafterConfig
 from draftsmith.speculators.drafter import Drafter, DraftInput, DraftLogits, DraftSteps, Grow
 from draftsmith.speculators.errors import ConfigError
 from draftsmith.speculators.precision import on_device
@@ -27,8 +28,11 @@ class TokenDrafter(Drafter):
     """A family gives `runner`, its model run as a target, and `head`; perhaps a `token_map`."""
 
     traits = Traits(first_token=0)
-    token_map: TokenMap | None = None
-    _fast_forward: Forward | None = None  # the runtime's of the runner, while frozen
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__(config)
+        self.token_map: TokenMap | None = None
+        self._fast_forward: Forward | None = None  # the runtime's of the runner, while frozen
 
     @property
     def runner(self) -> FrozenTarget:

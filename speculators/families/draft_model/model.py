@@ -162,7 +162,6 @@ class DraftModel(TokenDrafter):
     def __init__(self, config: DraftModelConfig) -> None:
         super().__init__(config)
         self.model = build_model(config.model)
-        self.token_map: TokenMap | None = None
         self.tokenizer: Any = None  # goes into the export, which is a model like any other
         self._runners: list[FrozenTarget] = []  # in a list, so that nn.Module does not register it
         self._shared: Tensor | None = None

@@ -377,6 +377,16 @@ def test_a_server_that_dies_takes_nothing_of_what_was_compared(monkeypatch):
     assert modes == [1.5, 1.2] and kept[-1]["repeats"] == 1
 
 
+def test_repeat_whose_counters_were_lost_leaves_the_others_theirs():
+    """As of a server that was restarted between two repeats."""
+    drafted = {"output_throughput": 3.0, "spec_decode_acceptance_length": 2.0}
+    drafted |= {"request_parameters": {}}
+    lost = {"output_throughput": 5.0, "request_parameters": {}}
+    row = compare_servers._row([drafted, lost], [{"output_throughput": 2.0}] * 2)
+    assert (row["output_throughput"], row["spec_decode_acceptance_length"]) == (4.0, 2.0)
+    assert row["gain_range"] == [1.5, 2.5]
+
+
 def test_flags_are_those_of_vllm():
     def read(line: str) -> BenchOptions:
         command = typer.main.get_command(app).commands["bench"]

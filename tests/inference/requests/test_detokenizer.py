@@ -80,6 +80,28 @@ def test_invalid_bytes_are_shown_once_it_is_known_that_they_are(byte_tokenizer):
             assert text == expected == "".join(pieces)
 
 
+@pytest.mark.parametrize("missing", [1, 2, 3])
+@pytest.mark.parametrize("make", [sentencepiece, byte_level])
+def test_text_that_ends_within_a_character_has_all_before_it(make, missing):
+    """A run of bytes that is cut, as by max_tokens."""
+    tokenizer = make()
+    ids = tokenizer("a🎉🎉", add_special_tokens=False).input_ids[:-missing]
+    texts = {pushed(tokenizer, [50], blocks, SamplingParams())[2] for blocks in splits(ids, 5)}
+    (text,) = texts
+    assert text.rstrip("\ufffd").endswith("a🎉")
+
+
+def test_invalid_bytes_with_byte_fallback_do_not_depend_on_blocks():
+    tokenizer = sentencepiece()
+    source = random.Random(6)
+    for seed in range(20):
+        ids = [source.randrange(len(tokenizer)) for _ in range(25)]
+        expected = full_text(tokenizer, ids, SamplingParams())
+        for blocks in splits(ids, seed, 4):
+            _, _, text, pieces = pushed(tokenizer, [], blocks, SamplingParams())
+            assert text == expected == "".join(pieces)
+
+
 @pytest.mark.parametrize("include", [False, True])
 @pytest.mark.parametrize(
     "stop", ["END", "本語 E", "d”", "🦜", ["xyz", "of it", "END"], ["t", "quoted"]]

@@ -3,6 +3,7 @@ OpenAI's shape."""
 
 from __future__ import annotations
 
+import collections
 import json
 import queue
 import shutil
@@ -86,6 +87,25 @@ def test_a_streaming_chat(client, offline, byte_tokenizer):
     assert last.usage == whole.usage and last.usage.prompt_tokens == len(prompt.token_ids)
 
 
+@pytest.mark.parametrize("chat", [False, True])
+def test_every_chunk_counts_the_tokens_of_its_choice_if_it_is_to(client, chat):
+    """vLLM's `continuous_usage_stats`, which load generators ask for."""
+    create = client.chat.completions.create if chat else client.completions.create
+    prompt = {"messages": CHAT} if chat else {"prompt": ["one", "the second"]}
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    request = GREEDY | prompt | {"max_tokens": 6, "n": 2, "extra_body": {"return_token_ids": True}}
+    *chunks, last = create(**request, stream=True, stream_options=options)
+    written = collections.Counter()
+    for chunk in chunks:
+        (choice,) = chunk.choices
+        written[choice.index] += len(getattr(choice, "token_ids", None) or ())
+        assert chunk.usage.completion_tokens == written[choice.index]
+        assert chunk.usage.total_tokens == chunk.usage.prompt_tokens + written[choice.index]
+    prompts = {chunk.choices[0].index // 2: chunk.usage.prompt_tokens for chunk in chunks}
+    assert sum(prompts.values()) == last.usage.prompt_tokens
+    assert last.usage.completion_tokens == written.total() == 6 * len(written)
+
+
 def test_prompts_in_every_shape(client, offline, byte_tokenizer):
     ids = [byte_tokenizer(text).input_ids for text in ("first", "second one")]
     texts = [output_of(offline, {"prompt_token_ids": tokens}).text for tokens in ids]
@@ -128,6 +148,9 @@ def test_logprobs(client, offline, stream):
     assert logprobs.tokens == [f"token_id:{token}" for token in output.token_ids]
     for entries, names in zip(output.logprobs, logprobs.top_logprobs, strict=True):
         assert set(names) == {f"token_id:{token}" for token in entries}
+    asked = {"max_tokens": 6, "logprobs": 2, "extra_body": {"detokenize": False}}
+    (unwritten,) = client.completions.create(**GREEDY, prompt="once", **asked).choices
+    assert (unwritten.text, unwritten.logprobs.tokens) == ("", joined["tokens"])
     chat = {"messages": CHAT, "max_tokens": 5, "logprobs": True, "top_logprobs": 3}
     for token in client.chat.completions.create(**GREEDY, **chat).choices[0].logprobs.content:
         best = [other.logprob for other in token.top_logprobs]

@@ -162,6 +162,7 @@ def test_a_full_queue_refuses(serving, drafting_llm, model):
         refused = CLIENT.post(f"{url}/v1/completions", json=request)
         error = refused.json()["error"]
         assert (error["type"], error["code"]) == ("requests", "rate_limit_exceeded")
+        assert "--max-num-queued-reqs" in error["message"]
         assert refused.status_code == 429
         assert int(refused.headers["Retry-After"]) >= 1
         assert metric(url, "num_requests_waiting{.*}") == 1
