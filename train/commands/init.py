@@ -19,6 +19,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from draftsmith.inference.progress import Stages
 from draftsmith.inference.whole_file import check_writable, write_whole
 from draftsmith.speculators.errors import ConfigError, DataError
 from draftsmith.train.commands.options import Gpu, Model
@@ -169,8 +170,11 @@ def init(
     new = NewRecipe(model, family)
     read = _begin(new, data, validation)
     _fill_thinking(new, thinking, console)
-    lengths = _fill_data(new, read, validation, device)
-    stage = _fill_training(new, lengths, device)
+    stages = Stages(console=Console(stderr=True))
+    with stages.stage("tokenise the conversations"):
+        lengths = _fill_data(new, read, validation, device)
+    with stages.stage("plan the training"):
+        stage = _fill_training(new, lengths, device)
     _fill_writing(new, lengths, stage, device)
     write_whole(out, new.yaml())
     load_recipe(out)
@@ -327,22 +331,31 @@ def _round_up(value: float, unit: int) -> int:
 
 def _fill_training(new: NewRecipe, lengths: Lengths, device: Device | None) -> StagePlan:
     """Puts the drafter and the budget, on a CPU those of a core."""
-    from draftsmith.train.planner.plan import make_plan
+    import torch
+
+    from draftsmith.train.planner.plan import make_stage
+    from draftsmith.train.planner.token_counts import count_tokens
 
     new.put("regenerate.max_new_tokens", lengths.max_new_tokens, _response_comment(lengths))
     new.tree["training"] = {"epochs": 3, **new.tree["training"]}
     if lengths.on_cpu:
         _fit_cpu(new)
-    stage = make_plan(new.checked(), device).stages[0]
+    counts = count_tokens(new.checked())  # of the data alone, which nothing below changes
+    runs_on = None if device is None else torch.device(device.kind)
+
+    def plan() -> StagePlan:
+        return make_stage(new.checked(), counts, runs_on)
+
+    stage = plan()
     if lengths.on_cpu and device is not None:
         # What is put changes what the plan says next: kept features the seconds of a step, these
         # the minutes, and the minutes the steps.
         _keep_features(new, stage, device)
-        stage = make_plan(new.checked(), device).stages[0]
+        stage = plan()
         minutes = max(_round_up(CPU_STEPS * stage.step_seconds(device) / 60, 5), CPU_MINUTES)
         new.put("training.epochs", CPU_EPOCHS, "or max_minutes, whichever comes first")
         new.put("training.max_minutes", minutes)
-        stage = make_plan(new.checked(), device).stages[0]
+        stage = plan()
         comment = f"about {_steps(stage, device):,.0f} steps here, by draftsmith plan"
         new.put("training.max_minutes", minutes, comment)
     config = stage.drafter
@@ -442,6 +455,10 @@ def _say(
     console.print(f"{out}: {len(read.examples):,} conversations for {recipe.target.model}")
     if left_out := str(read.bad):
         console.print(Text(f"  {left_out}", style="yellow"))
+    if texts := sum(example.prompt is not None for example in read.examples):
+        note = f"{texts:,} are texts (prompt, completion), which pass through no chat template"
+        advice = "give a chat's as columns: {user: prompt, assistant: completion} of the source"
+        console.print(Text(f"  {note}; {advice}", style="yellow"))
     if device is not None:
         writing = stage.writing_seconds(device)
         times = f"responses {duration(writing)}"
