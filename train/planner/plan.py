@@ -457,7 +457,7 @@ def _few_steps(stage: StagePlan, device: Device) -> str:
     seconds = stage.step_seconds(device)
     steps = int(stage.steps_within_minutes(device))
     return (
-        f"training.max_minutes: about {steps} steps fit into {minutes:g} minutes, {seconds:,.1f} s"
+        f"training.max_minutes: about {steps} steps fit into {minutes:g} min, {seconds:,.1f} s"
         f" each; a drafter needs hundreds. {WHAT_TO_CHANGE}"
     )
 
