@@ -3,6 +3,7 @@ exit code 2, a signal stops a command in order, and none is silent."""
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import threading
@@ -69,6 +70,8 @@ def supervised(name: str) -> Iterator[Activity]:
         raise Terminated
 
     errors = Console(stderr=True, soft_wrap=True)
+    if not errors.is_terminal:  # bars of transformers would fill a log; it has lines of ours
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     before = None
     if threading.current_thread() is threading.main_thread():
         before = signal.signal(signal.SIGTERM, terminate)

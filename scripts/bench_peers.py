@@ -234,6 +234,20 @@ def differences(
     return relative
 
 
+def timed_steps(
+    sides: Sequence[Worker], pairs: int, device: str
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Steps of both sides in pairs, in which they take turns at being first."""
+    ours: list[dict[str, Any]] = []
+    theirs: list[dict[str, Any]] = []
+    order = [(sides[0], ours), (sides[1], theirs)]
+    for _ in range(pairs):
+        for worker, steps in order:
+            steps.append(worker.step(device))
+        order.reverse()
+    return ours, theirs
+
+
 def measure(s: Setting, pythons: Sequence[Path | str], pairs: int) -> dict[str, Any]:
     """Shows that the sides are equal, then times them. Of "seconds", "cpu_seconds", "peak" (bytes),
     ours are first."""
@@ -259,10 +273,7 @@ def measure(s: Setting, pythons: Sequence[Path | str], pairs: int) -> dict[str, 
             result["equality"][dtype] = {"loss": first[0]["loss"], "differences": apart}
             del gradients
             if timed:
-                steps: list[list[dict[str, Any]]] = [[], []]
-                for pair in range(pairs):
-                    for i in (0, 1) if pair % 2 == 0 else (1, 0):
-                        steps[i].append(sides[i].step(s.device))
+                steps = timed_steps(sides, pairs, s.device)
                 for figure in ("seconds", "cpu_seconds"):
                     result[figure] = [[step[figure] for step in side] for side in steps]
                 result["peak"] = [

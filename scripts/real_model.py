@@ -82,8 +82,8 @@ class Job:
         """Files of the suites that are there."""
         folders = (self.beside / "suites", ROOT / "suites")
         files = {name: [folder / f"{name}.jsonl" for folder in folders] for name in SUITES}
-        there = {name: [f for f in places if f.exists()] for name, places in files.items()}
-        return {name: places[0] for name, places in there.items() if places}
+        existing = {name: [f for f in places if f.exists()] for name, places in files.items()}
+        return {name: places[0] for name, places in existing.items() if places}
 
     @property
     def wheels(self) -> Path | None:
@@ -131,12 +131,12 @@ def evaluate_words(job: Job, head: str, suite: str, file: Path, vllm: Path | Non
 def cells(head: str, suite: str, report: dict[str, Any]) -> list[str]:
     """A row of the table, of the report of a head on a suite."""
     pooled = {cell["engine"]: cell for cell in report["results"] if cell["workload"] == "all"}
-    here = pooled["draftsmith"]
+    ours = pooled["draftsmith"]
     vllm = pooled.get("vllm", {})
-    expected = (here.get("expected") or {}).get("acceptance_length")
-    speedups = [(cell.get("speedup_vs_autoregressive") or {}).get("value") for cell in (here, vllm)]
-    taus = [here["acceptance_length"], expected, vllm.get("acceptance_length")]
-    mismatches = sum(check["mismatches"] for check in here["lossless"])
+    expected = (ours.get("expected") or {}).get("acceptance_length")
+    speedups = [(cell.get("speedup_vs_autoregressive") or {}).get("value") for cell in (ours, vllm)]
+    taus = [ours["acceptance_length"], expected, vllm.get("acceptance_length")]
+    mismatches = sum(check["mismatches"] for check in ours["lossless"])
     shown = [NONE if value is None else f"{value:.2f}" for value in (*taus, *speedups)]
     return [head, suite, *shown, str(mismatches)]
 
@@ -195,9 +195,9 @@ def do(job: Job) -> list[list[str]]:
     if not (job.model / "config.json").exists():
         run([python, ROOT / "scripts" / "get_smollm2.py", job.model])
     vllm = vllm_python(job)
-    for what, there in (("vLLM", vllm), *((name, job.suites.get(name)) for name in SUITES)):
-        if there is None:
-            print(f"{what} is not there, and left out")
+    for wanted, place in (("vLLM", vllm), *((name, job.suites.get(name)) for name in SUITES)):
+        if place is None:
+            print(f"{wanted} is not there, and left out")
     environment = {"PYTHONPATH": str(ROOT / "src"), "HF_HUB_OFFLINE": "1"}
     if vllm is not None:
         environment["DRAFTSMITH_VLLM_PYTHON"] = str(vllm)

@@ -14,26 +14,26 @@ from tests.support.device_emulation import DEVICE, MixedDevices
 
 
 def test_mixed_devices_are_refused(claimed_gpu):
-    host, there = torch.ones(3), torch.ones(3, device=DEVICE)
-    assert there.device == DEVICE and (there * 2).is_cuda and there[1:].device == DEVICE
+    host, remote = torch.ones(3), torch.ones(3, device=DEVICE)
+    assert remote.device == DEVICE and (remote * 2).is_cuda and remote[1:].device == DEVICE
     for wrong in (
-        lambda: host + there,
-        lambda: torch.cat([host, there]),
-        lambda: torch.stack([torch.ones(()), there[0]]),
-        lambda: host[there.long()],
-        lambda: there.numpy(),
-        lambda: nn.Linear(3, 3)(there),
+        lambda: host + remote,
+        lambda: torch.cat([host, remote]),
+        lambda: torch.stack([torch.ones(()), remote[0]]),
+        lambda: host[remote.long()],
+        lambda: remote.numpy(),
+        lambda: nn.Linear(3, 3)(remote),
     ):
         with pytest.raises(MixedDevices):
             wrong()
-    assert (there + torch.ones(())).sum() == 6  # a number of the host is a number
-    assert (host + there.cpu()).device.type == "cpu"
+    assert (remote + torch.ones(())).sum() == 6  # a number of the host is a number
+    assert (host + remote.cpu()).device.type == "cpu"
 
 
 def test_waits_are_counted(claimed_gpu):
-    there = torch.arange(4, device=DEVICE)
+    remote = torch.arange(4, device=DEVICE)
     with claimed_gpu.waits() as waits:
-        kept = there[there.gather(0, there)] * 2
+        kept = remote[remote.gather(0, remote)] * 2
         on_device([1, 2], DEVICE)
     assert not waits, claimed_gpu.sites
     with claimed_gpu.waits() as waits:
@@ -52,9 +52,9 @@ def test_it_computes_what_the_cpu_computes(claimed_gpu):
         and next(model.parameters()).device.type == "cpu"
     )
     x = torch.randn(3, 4)
-    for module, given in ((model, x), (moved, x.to("cuda"))):
+    for module, inputs in ((model, x), (moved, x.to("cuda"))):
         optimizer = torch.optim.AdamW(module.parameters(), foreach=False)
-        module(given).square().sum().backward()
+        module(inputs).square().sum().backward()
         optimizer.step()
     for a, b in zip(model.parameters(), moved.parameters()):
         assert torch.equal(a, b.detach().cpu()) and b.grad is not None

@@ -60,3 +60,10 @@ def test_command_of_the_documentation_exists(page, line):
 
 def test_documentation_shows_commands():
     assert len(CASES) > 60
+
+
+def test_quickstart_has_a_line_for_every_command():
+    page = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
+    table = page.partition("## The commands")[2]
+    commands: Any = getattr(typer.main.get_command(app), "commands")  # noqa: B009
+    assert [name for name in commands if f"`draftsmith {name}" not in table] == []

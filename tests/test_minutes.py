@@ -80,10 +80,10 @@ def test_a_line_of_a_picture_goes_through_the_means_of_the_budgets_of_one_machin
             "judged": judged,
         }
 
-    there = [run(20, 400, 2.0), run(10, 180, 1.5), run(10, 220, 1.7)]
+    of_one_machine = [run(20, 400, 2.0), run(10, 180, 1.5), run(10, 220, 1.7)]
     elsewhere = [run(30, 900, 2.5) | {"machine": "B"}, run(60, 1800, 2.6) | {"machine": "B"}]
     alone = run(10, 200, 1.6) | {"machine": "C"}
-    results = {"runs": dict(enumerate([*elsewhere, *there, alone]))}
+    results = {"runs": dict(enumerate([*elsewhere, *of_one_machine, alone]))}
     peer = {"speculators": run(0, 90, 1.25), "disk": run(0, 200, 1.6)}
     other = {"speculators": run(0, 900, 1.3), "disk": elsewhere[0]}
     peers = {"runs": {"10": peer, "30 (B)": other}}

@@ -458,7 +458,7 @@ class _Evaluation:
 
         def write(speculate: bool, turn: range) -> list[RequestOutput]:
             nonlocal ended
-            self._note(f"{note}, {ended} of {whole} responses")
+            self._note(f"{note}, {ended} of {whole} responses", ended / whole)
             part = slice(turn.start, turn.stop)
             outputs = self.engine.write(
                 prompts[part], params[part], speculate=speculate, batch=settings.batch_size
@@ -533,5 +533,6 @@ class _Evaluation:
             rows=min(self.settings.rows, len(on)),
         )
 
-    def _note(self, text: str) -> None:
-        self.progress(self.done / len(self.cells), text)
+    def _note(self, text: str, of_cell: float = 0.0) -> None:
+        """Says what is under way, and the share of the cells: `of_cell` of the one being timed."""
+        self.progress((self.done + of_cell) / len(self.cells), text)

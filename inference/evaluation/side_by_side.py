@@ -355,9 +355,9 @@ def _table(cells: Mapping[str, Cell], title: str) -> Table:
     for name, cell in cells.items():
         table.add_row(name, *(row(cell)[column] for column in COLUMNS))
     table.caption = (
-        "τ: tokens per verified draft; /fwd: tokens per forward of the target; drafted: share of"
-        " the forwards with a draft; speedup with 90 % of a bootstrap; same: the text of the"
-        " default (~: ties)"
+        "τ: tokens per verification of drafts; /fwd: tokens per forward of the target; drafted:"
+        " share of the forwards with a draft; speedup with 90 % of a bootstrap; same: the text of"
+        " the default (~: ties)"
     )
     table.caption_justify = "left"
     return table

@@ -182,9 +182,10 @@ def timing_notes(cell: Cell) -> list[str]:
         return []
     temperature = f"T={cell.temperature:g}"
     tokens = [run.tokens for run in drafted]
+    counts = " to ".join(f"{count:,}" for count in sorted({min(tokens), max(tokens)}))
     lines = [
-        f"{temperature}: timed with drafting: {min(tokens):,} to {max(tokens):,} tokens per"
-        f" workload and pass; passes: {num_repeats(cell.passes)}"
+        f"{temperature}: timed with drafting: {counts} tokens per workload and pass; passes:"
+        f" {num_repeats(cell.passes)}"
     ]
     lines += [f"{temperature}: {sentence}" for sentence in rounds_notes(cell)]
     for stall in stalled(cell.passes):

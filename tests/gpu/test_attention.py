@@ -37,8 +37,8 @@ def test_attention_of_the_device_is_the_walk_in_double_precision(
             assert flex.why_not(tensors[0], tensors[2]) is None
         results = output_and_gradients(attention, tensors, queries)
         expected = output_and_gradients(attention, exact, exact_queries)
-        for got, value in zip(results, expected, strict=True):
-            difference = (got.cpu().double() - value).norm() / value.norm()
+        for result, value in zip(results, expected, strict=True):
+            difference = (result.cpu().double() - value).norm() / value.norm()
             error = max(error, difference.item())
     report(relative_error=error)
     assert error < tolerance
@@ -62,8 +62,8 @@ def test_attention_of_packed_texts_is_the_walk_in_double_precision(
     results = _of_texts(tensors, segments.to(device), window)
     expected = _of_texts(exact, segments, window)
     error = 0.0
-    for got, value in zip(results, expected, strict=True):
-        error = max(error, ((got.cpu().double() - value).norm() / value.norm()).item())
+    for result, value in zip(results, expected, strict=True):
+        error = max(error, ((result.cpu().double() - value).norm() / value.norm()).item())
     report(relative_error=error)
     assert error < tolerance
 

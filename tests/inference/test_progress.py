@@ -15,6 +15,8 @@ from rich.console import Console
 from draftsmith.inference.console import supervised
 from draftsmith.inference.progress import LINE_EVERY, SILENCE, Heartbeat, Stages
 
+BARS = "HF_HUB_DISABLE_PROGRESS_BARS"  # read when the library is imported
+
 
 class Log:
     """A log without a terminal, whose clock is set by hand."""
@@ -68,9 +70,9 @@ def test_heartbeat_of_a_long_activity_has_a_line_within_20_seconds() -> None:
 def test_heartbeat_is_silent_beside_other_lines() -> None:
     log = Log()
     with log.heartbeat.activity("train", log.console):
-        for said in (lambda: log.stages.say("loss 1"), log.heartbeat.heard):
+        for print_line in (lambda: log.stages.say("loss 1"), log.heartbeat.heard):
             log.after(SILENCE - 1)
-            said()
+            print_line()
         log.after(SILENCE - 1)
         with log.heartbeat.activity("serve", log.console, shown=True):
             log.after(9 * SILENCE)
@@ -144,6 +146,16 @@ def test_command_that_is_stopped_ends_in_order(
     assert (stop.value.code, kept) == (code, ["results"])
     assert "stopped" in capsys.readouterr().err
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_command_without_a_terminal_has_no_bars_of_transformers(monkeypatch) -> None:
+    """Each would be one long line of a log. Whoever names the variable decides."""
+    monkeypatch.setenv(BARS, "0")
+    with supervised("try"):
+        assert os.environ[BARS] == "0"
+    monkeypatch.delenv(BARS)
+    with supervised("try"):
+        assert os.environ[BARS] == "1"
 
 
 def test_command_says_a_line_before_it_imports_torch() -> None:

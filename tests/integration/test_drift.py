@@ -56,8 +56,8 @@ def counted(exchanges, *accepted: int) -> list[LoggedExchange]:
 
 def rows(output: str) -> list[list[str]]:
     """Of the table by day: requests, units, tokens, τ, its error, K, source."""
-    found = re.findall(r"\d{4}-\d\d-\d\d \d\d:\d\d +(.*)", output)
-    return [line.replace("±", "").split() for line in found]
+    lines = re.findall(r"\d{4}-\d\d-\d\d \d\d:\d\d +(.*)", output)
+    return [line.replace("±", "").split() for line in lines]
 
 
 def served_since(run: Path, time: float) -> None:

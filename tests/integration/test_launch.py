@@ -53,10 +53,10 @@ def alone(path: Path, out: Path, *overrides: str) -> PythonProcess:
 def finished(process: subprocess.Popen) -> str:
     """What a process printed; of one that failed its own errors first, which the launcher's account
     of all processes would hide."""
-    said, _ = process.communicate(timeout=900)
-    errors = [line for line in said.splitlines() if line.startswith("error:")]
-    assert process.returncode == 0, "\n".join([*errors, said[-4000:]])
-    return said
+    output, _ = process.communicate(timeout=900)
+    errors = [line for line in output.splitlines() if line.startswith("error:")]
+    assert process.returncode == 0, "\n".join([*errors, output[-4000:]])
+    return output
 
 
 def result(out: Path) -> tuple[list[list[float]], dict]:
@@ -115,9 +115,9 @@ def test_processes_and_shards_train_alike(short_recipe, tmp_path):
 @pytest.mark.integration
 def test_a_target_that_is_read_in_shards_trains_the_same_head(short_recipe, tmp_path):
     """Where it is asked for nothing before: responses are the data's, and nothing is held out."""
-    given = ("regenerate.enabled=false", "data.validation=[]", "evaluation.max_tokens=8")
-    finished(alone(short_recipe, tmp_path / "one", *given))
-    sharded = (*given, "target.sharding=fsdp")
-    said = finished(launch(short_recipe, tmp_path / "two", [], overrides=sharded))
-    assert "the whole target" not in said
+    overrides = ("regenerate.enabled=false", "data.validation=[]", "evaluation.max_tokens=8")
+    finished(alone(short_recipe, tmp_path / "one", *overrides))
+    sharded = (*overrides, "target.sharding=fsdp")
+    output = finished(launch(short_recipe, tmp_path / "two", [], overrides=sharded))
+    assert "the whole target" not in output
     assert_same(tmp_path / "one", tmp_path / "two")

@@ -89,7 +89,7 @@ def test_recipe_to_report_and_again(recipe, tmp_path, capsys):
 
     # another training recipe in the same folder is refused and changes nothing there, before texts
     # are written for it; a warm start from the export is not
-    given = (out / "recipe.yaml").read_text()
+    recipe_text = (out / "recipe.yaml").read_text()
     for change in (
         "training.learning_rate=0.5",
         "position_weights={uniform: true}",
@@ -97,7 +97,7 @@ def test_recipe_to_report_and_again(recipe, tmp_path, capsys):
     ):
         with pytest.raises(CheckpointError, match=f"another recipe.*delete {out}/checkpoints"):
             run(recipe, [*fitted, change])
-    assert (out / "recipe.yaml").read_text() == given and files_of(out) == kept
+    assert (out / "recipe.yaml").read_text() == recipe_text and files_of(out) == kept
     start = [f"drafter.{key}" for key in (f"init_from={out / 'export'}", *shape)]
     warm = [*start, f"output_dir={tmp_path / 'warm'}", "trackers=none", *SHORT]
     assert run(recipe, warm) == 0
@@ -188,12 +188,12 @@ def test_stages_go_on_from_one_another(recipe, tmp_path):
     assert_equal(weights(out), before)
     assert written == {path: path.stat().st_mtime_ns for path in written}
     # only the second is another, whether or not the first is trained anew: nothing is overwritten
-    given = (out / "recipe.yaml").read_text()
+    recipe_text = (out / "recipe.yaml").read_text()
     stages[1]["training"]["learning_rate"] = 1e-3
     for _ in range(2):
         with pytest.raises(CheckpointError, match="sampled"):
             run(recipe, [f"stages={json.dumps(stages)}"])
-        assert (out / "recipe.yaml").read_text() == given
+        assert (out / "recipe.yaml").read_text() == recipe_text
         shutil.rmtree(folders[0])
 
 

@@ -37,8 +37,8 @@ def test_rows_of_a_round_are_judged_as_alone(longest, rule):
         else:
             alone = Proposal(head.token_ids[row : row + 1], [count], head.q[row : row + 1])
         expected = verify(p[row : row + 1, : 1 + alone.width], alone, rule)
-        got = verdict.accept_probs[row, :count]
-        assert (got - expected.accept_probs[0, :count]).abs().max() <= LOSSLESS
+        accept_probs = verdict.accept_probs[row, :count]
+        assert (accept_probs - expected.accept_probs[0, :count]).abs().max() <= LOSSLESS
         left = residuals(verdict)[row, : 1 + count] - residuals(expected)[0, : 1 + count]
         assert left.abs().max() <= LOSSLESS
 

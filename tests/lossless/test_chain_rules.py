@@ -58,10 +58,10 @@ def test_lossless_and_equal_for_any_deterministic_draft(gamma):
 def test_no_q_is_the_one_hot_q():
     dense = World(chain(3), random_table(6), one_hot(random_table(7)))
     ((draft,), _) = dense.drafts()
-    given = dense.verdict([draft], "token")
+    dense_verdict = dense.verdict([draft], "token")
     implied = replace(dense, deterministic=True).verdict([draft], "token")
-    assert torch.equal(given.accept_probs, implied.accept_probs)
-    torch.testing.assert_close(residuals(given), residuals(implied), rtol=0, atol=1e-15)
+    assert torch.equal(dense_verdict.accept_probs, implied.accept_probs)
+    torch.testing.assert_close(residuals(dense_verdict), residuals(implied), rtol=0, atol=1e-15)
     assert_lossless(dense, "token")
 
 

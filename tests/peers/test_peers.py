@@ -30,12 +30,12 @@ TINY = Setting(
 def test_our_step_is_the_loss_that_the_library_defines(setting, tmp_path):
     """decay^k KL(p || q), p renormalised over the draft vocabulary: EAGLE-3's depths are means,
     which are summed; DFlash's terms are summed, over their number."""
-    given = make_batch(setting)
-    ours = Ours(setting, given, tmp_path)
+    batch = make_batch(setting)
+    ours = Ours(setting, batch, tmp_path)
     features, sums, counts = ours.features(setting.tokens), [], []
     with torch.no_grad():
         logits = ours.trainer.target.logits(features.last_hidden[0])
-        rows = logits[:, given["draft_ids"]].log_softmax(-1)
+        rows = logits[:, batch["draft_ids"]].log_softmax(-1)
         for term in ours.module.unroll(features, setting.depths):
             log_p, log_q = rows[term.target_index], ours.module.head(term.hidden).log_softmax(-1)
             sums.append(float(setting.decay**term.depth * (log_p.exp() * (log_p - log_q)).sum()))
@@ -62,9 +62,9 @@ def test_both_sides_have_the_same_terms(name):
     """The library's: each document loses its first token, its mask is shifted, and depth k looks k
     slots ahead in the row, into the next document too."""
     s = replace(SETTINGS[name], vocab=8, draft_vocab=8, hidden=1)
-    given, length = make_batch(s), s.tokens // s.documents
-    features = SimpleNamespace(**{name: x[None] for name, x in given.items()})
-    mask = given["loss_mask"].view(s.documents, length)
+    batch, length = make_batch(s), s.tokens // s.documents
+    features = SimpleNamespace(**{name: x[None] for name, x in batch.items()})
+    mask = batch["loss_mask"].view(s.documents, length)
     # a slot per token but a document's last
     row = torch.cat([mask[:, 2:], mask[:, :1] & False], 1).flatten()
     assert mask.any()

@@ -61,7 +61,7 @@ class Ours:
     of its p the gradients are the same, and the losses differ by the mean of log P, which is taken
     off."""
 
-    def __init__(self, s: Any, given: Tensors, folder: Path) -> None:
+    def __init__(self, s: Any, batch: Tensors, folder: Path) -> None:
         sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
         from accelerate import Accelerator
         from transformers import LlamaConfig, LlamaForCausalLM
@@ -70,12 +70,12 @@ class Ours:
         from draftsmith.train.recipe.recipe import make_recipe
         from scripts.measuring import make_trainer
 
-        self.s, self.given, self.folder, self.version = s, given, folder, "this project"
+        self.s, self.row, self.folder, self.version = s, batch, folder, "this project"
         half = s.dtype == "bfloat16"
         model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=4, **layer_sizes(s)))
         model = model.to(s.device, torch.bfloat16 if half else torch.float32)
-        model.get_input_embeddings().weight.data.copy_(given["embed"])
-        model.get_output_embeddings().weight.data.copy_(given["lm_head"])
+        model.get_input_embeddings().weight.data.copy_(batch["embed"])
+        model.get_output_embeddings().weight.data.copy_(batch["lm_head"])
         head = {"unroll_steps": s.depths, "num_layers": s.layers, "tap_layers": [1, 2, 3]}
         head["draft_vocab_size"] = s.draft_vocab
         if s.family == "dflash":
@@ -92,8 +92,8 @@ class Ours:
             }
         )
         accelerator = Accelerator(cpu=s.device == "cpu", mixed_precision="bf16" if half else "no")
-        ids = given["input_ids"].cpu().numpy()
-        row = TokenRow(ids, given["loss_mask"].cpu().numpy())
+        ids = batch["input_ids"].cpu().numpy()
+        row = TokenRow(ids, batch["loss_mask"].cpu().numpy())
         self.trainer = make_trainer(recipe, model, [row], accelerator, folder)
         self.module = self.trainer.module
         self.module.train()
@@ -111,7 +111,7 @@ class Ours:
                 size = weight.shape[-1] ** -0.5 if matrix else 0.1
                 weight.copy_(torch.randn(weight.shape) * size + (not matrix))
             if self.module.draft_to_target is not None:
-                self.module.target_ids.copy_(self.given["draft_ids"])
+                self.module.target_ids.copy_(self.row["draft_ids"])
         weights = dict(self.module.named_parameters())
         save_file({name: weight.detach().cpu().clone() for name, weight in weights.items()}, file)
 
@@ -119,12 +119,12 @@ class Ours:
         """The TargetFeatures of the first tokens of the row."""
         from draftsmith.speculators.target.frozen_target import TargetFeatures
 
-        given, dtype = self.given, getattr(torch, self.s.dtype)
+        batch, dtype = self.row, getattr(torch, self.s.dtype)
         names = ("input_ids", "position_ids", "segment_ids", "loss_mask")
         return TargetFeatures(
-            **{name: given[name][None, :tokens] for name in names},
-            taps=given["taps"][None, :tokens].to(dtype),
-            last_hidden=normed(given, tokens)[None].to(dtype),
+            **{name: batch[name][None, :tokens] for name in names},
+            taps=batch["taps"][None, :tokens].to(dtype),
+            last_hidden=normed(batch, tokens)[None].to(dtype),
         )
 
     @torch.no_grad()
@@ -150,8 +150,8 @@ class Ours:
             [self.trainer.target.logits(r).float().softmax(-1)[:, ids].sum(-1) for r in rows]
         )
 
-        def weighed(*given: Any) -> Any:
-            for term in unroll(self.module, *given):
+        def weighed(*arguments: Any) -> Any:
+            for term in unroll(self.module, *arguments):
                 share = mass[term.target_index]
                 offset.add_(scales[term.depth] * share.log().sum())
                 yield replace(term, weight=term.weight / share)
@@ -174,10 +174,10 @@ class Library:
     document predict tokens of the next, so the documents of a `Setting` begin with tokens that
     nobody learns."""
 
-    def __init__(self, s: Any, given: Tensors, folder: Path) -> None:
+    def __init__(self, s: Any, batch: Tensors, folder: Path) -> None:
         import transformers
 
-        self.s, self.given, self.folder = s, given, folder
+        self.s, self.row, self.folder = s, batch, folder
         self.version = f"speculators {metadata.version('speculators')}"
         self.core = import_module(f"speculators.models.{s.family}.core")
         losses = import_module("speculators.losses")
@@ -185,21 +185,21 @@ class Library:
         self.options: dict[str, Any] = {"loss_config": losses.resolve_loss_config("kl_div", fused)}
         if s.family == "dflash":
             name, layers = "DFlash", transformers.Qwen3Config
-            own = {"block_size": s.depths + 1, "mask_token_id": 0}
-            own["aux_hidden_state_layer_ids"] = [1, 2, 3]
+            fields = {"block_size": s.depths + 1, "mask_token_id": 0}
+            fields["aux_hidden_state_layer_ids"] = [1, 2, 3]
             self.options |= {"gamma": -1 / math.log(s.decay)}
         else:
             name, layers = "Eagle3", transformers.LlamaConfig
-            own = {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}
+            fields = {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}
             self.options |= {"ttt_steps": s.depths, "ttt_step_loss_decay": s.decay}
         config = layers(num_hidden_layers=s.layers, **layer_sizes(s))
         config._attn_implementation = s.attention
         make_config = getattr(self.core, f"{name}SpeculatorConfig")
-        own |= {"transformer_layer_config": config, "draft_vocab_size": s.draft_vocab}
-        self.module = getattr(self.core, f"{name}DraftModel")(make_config(**own))
-        head = given["lm_head"][given["draft_ids"]]
+        fields |= {"transformer_layer_config": config, "draft_vocab_size": s.draft_vocab}
+        self.module = getattr(self.core, f"{name}DraftModel")(make_config(**fields))
+        head = batch["lm_head"][batch["draft_ids"]]
         weights = {"lm_head.weight": head} | load_file(folder / "weights.safetensors")
-        weights |= {"embed_tokens.weight": given["embed"], "verifier_norm.weight": given["norm"]}
+        weights |= {"embed_tokens.weight": batch["embed"], "verifier_norm.weight": batch["norm"]}
         weights["verifier_lm_head.weight"] = head
         missing, unknown = self.module.load_state_dict(weights, strict=False)
         if unknown or set(missing) - {"t2d", "d2t"}:
@@ -210,24 +210,24 @@ class Library:
 
     def prepare(self, tokens: int) -> Callable[[], float]:
         """The step over the first tokens of the row."""
-        s, given, options = self.s, self.given, self.options
+        s, row, options = self.s, self.row, self.options
         data, eagle3 = import_module("speculators.train.data"), s.family == "eagle3"
         preprocess = import_module("speculators.models.eagle3.data").shift_batch if eagle3 else None
         samples = []
-        for document in given["segment_ids"][:tokens].unique():
-            at = (given["segment_ids"][:tokens] == document).nonzero().flatten()
-            mask = given["loss_mask"][at]
+        for document in row["segment_ids"][:tokens].unique():
+            at = (row["segment_ids"][:tokens] == document).nonzero().flatten()
+            mask = row["loss_mask"][at]
             sample = {
-                "input_ids": given["input_ids"][at],
-                "hidden_states": given["taps"][at],
-                "verifier_last_hidden_states": given["state"][at],
+                "input_ids": row["input_ids"][at],
+                "hidden_states": row["taps"][at],
+                "verifier_last_hidden_states": row["state"][at],
                 "loss_mask": torch.cat([mask[1:], mask[:1] & False]) if eagle3 else mask,
                 "lengths": torch.tensor([len(at)]),
                 "position_ids": torch.arange(len(at)),
             }
             samples.append({name: tensor.cpu() for name, tensor in sample.items()})
-        given = {"dtype": getattr(torch, s.dtype), "preprocess": preprocess}
-        collated = data.CollateFn(tokens, s.hidden, **given)(samples)
+        collation = {"dtype": getattr(torch, s.dtype), "preprocess": preprocess}
+        collated = data.CollateFn(tokens, s.hidden, **collation)(samples)
         batch = {name: x.to(s.device) for name, x in collated.items() if isinstance(x, Tensor)}
         if not eagle3:
             drawn = load_file(self.folder / f"anchors-{tokens}.safetensors")["anchors"]
@@ -247,11 +247,11 @@ class Library:
         return step
 
 
-def normed(given: Tensors, tokens: int) -> Tensor:
+def normed(batch: Tensors, tokens: int) -> Tensor:
     """The target's last hidden states [T, H]: the library gets them before the target's final
     norm."""
     return nn.functional.rms_norm(
-        given["state"][:tokens].float(), given["norm"].shape, given["norm"].float(), 1e-6
+        batch["state"][:tokens].float(), batch["norm"].shape, batch["norm"].float(), 1e-6
     )
 
 
@@ -296,9 +296,9 @@ def main() -> None:
     folder = Path(sys.argv[2])
     s = SimpleNamespace(**json.loads((folder / "setting.json").read_text()))
     torch.set_num_threads(s.threads)
-    given = load_file(folder / "batch.safetensors")
-    given = {name: tensor.to(s.device) for name, tensor in given.items()}
-    side = SIDES[sys.argv[1]](s, given, folder)
+    batch = load_file(folder / "batch.safetensors")
+    batch = {name: tensor.to(s.device) for name, tensor in batch.items()}
+    side = SIDES[sys.argv[1]](s, batch, folder)
     begun = {"version": side.version, "torch": torch.__version__}
     print(json.dumps(begun), file=answers, flush=True)
     for line in sys.stdin:

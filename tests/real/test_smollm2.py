@@ -79,9 +79,9 @@ def export(smollm2, tmp_path_factory) -> Callable[[str], Path]:
     def of(family: str) -> Path:
         if family not in exports:
             recipe = RECIPES / "smollm2-135m-instruct" / f"{family}.yaml"
-            own = (f"target.model={smollm2}", f"output_dir={root / family}")
+            overrides = (f"target.model={smollm2}", f"output_dir={root / family}")
             cache = f"regenerate.cache_dir={root / 'responses'}"
-            assert run(recipe, (*SHORT, *own, cache)) == 0
+            assert run(recipe, (*SHORT, *overrides, cache)) == 0
             exports[family] = root / family / "export"
         return exports[family]
 

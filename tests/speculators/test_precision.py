@@ -83,8 +83,8 @@ def test_a_target_runs_wide_and_is_exported_as_it_was(cpu, folder, caplog):
     for dtype in (torch.bfloat16, torch.float32):
         insisted = FrozenTarget.from_pretrained(str(folder), dtype=dtype)
         assert insisted.dtype == insisted.checkpoint_dtype == dtype
-        for own, other in zip(wide.model.parameters(), insisted.model.parameters(), strict=True):
-            assert torch.equal(own, other.float())
+        for weight, other in zip(wide.model.parameters(), insisted.model.parameters(), strict=True):
+            assert torch.equal(weight, other.float())
     cpu("amx")
     narrow = FrozenTarget.from_pretrained(str(folder))
     assert narrow.dtype == narrow.checkpoint_dtype == torch.bfloat16

@@ -51,10 +51,10 @@ class Case:
     noise: float = 0.3
 
 
-def _block(family: str, shape: dict, *given: Any, **more: Any) -> Case:
+def _block(family: str, shape: dict, *arguments: Any, **more: Any) -> Case:
     """Its recipes say what changes the depths."""
     keys = ("block_size", "is_causal", "sample_from_anchor")
-    return Case(family, shape, {k: v for k, v in shape.items() if k in keys}, *given, **more)
+    return Case(family, shape, {k: v for k, v in shape.items() if k in keys}, *arguments, **more)
 
 
 CASES: dict[str, Case] = {

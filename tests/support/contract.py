@@ -130,7 +130,7 @@ def assert_unroll_equals_draft(
             if known is not None:
                 forced = torch.where(known[forced], forced, int(known.nonzero()[0]))
             results = drafted(world, ids, anchor, DEPTHS, forced)
-            for step, got in zip(steps, results, strict=True):
+            for step, draft in zip(steps, results, strict=True):
                 where = (step.anchor_index == offset + anchor).nonzero().flatten()
                 # a term exists where its token does
                 assert len(where) == (anchor + step.depth + 2 < length)
@@ -139,10 +139,10 @@ def assert_unroll_equals_draft(
                 if len(where) and torch.equal(before, forced[: len(before)]):
                     expected = logits[step.depth][where].softmax(-1)
                     torch.testing.assert_close(
-                        got.logits.softmax(-1), expected, atol=1e-5, rtol=1e-4
+                        draft.logits.softmax(-1), expected, atol=1e-5, rtol=1e-4
                     )
                     sure = drafter.confidence(step.hidden[where])
-                    torch.testing.assert_close(got.confidence, sure, atol=1e-4, rtol=1e-4)
+                    torch.testing.assert_close(draft.confidence, sure, atol=1e-4, rtol=1e-4)
                     assert step.target_index[where] == offset + anchor + step.depth + 1
                     compared += step.depth > 0
         offset += length

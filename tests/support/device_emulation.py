@@ -325,13 +325,13 @@ class _Emulation:
             for g, i in zip(gradients, of)
         )
 
-    def _run(self, outputs: Any, starts: Any, *given: Any, accumulate_grad: bool = False) -> Any:
+    def _run(self, outputs: Any, starts: Any, *extra: Any, accumulate_grad: bool = False) -> Any:
         outputs, starts = _tuples(outputs, starts)
         pairs = zip(outputs, starts * len(outputs) if len(starts) == 1 else starts)
         begin = tuple(torch.ones_like(_bare(o)) if g is None else _bare(g) for o, g in pairs)
         with _Mode(self), self._engine():
             return torch.autograd.graph._engine_run_backward(
-                outputs, begin, *given, allow_unreachable=True, accumulate_grad=accumulate_grad
+                outputs, begin, *extra, allow_unreachable=True, accumulate_grad=accumulate_grad
             )
 
 

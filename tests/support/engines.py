@@ -53,8 +53,10 @@ def head_beside(
         limit,
         **options,
     )
-    made = make_engine(target, settings, limit, proposer, length, rejection_sample_method)
-    return TextGenerator(made, tokenizer)
+    drafting_engine = make_engine(
+        target, settings, limit, proposer, length, rejection_sample_method
+    )
+    return TextGenerator(drafting_engine, tokenizer)
 
 
 TRAINING_FREE = {

@@ -32,11 +32,11 @@ class Peak(TorchDispatchMode):
         self.bytes = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        given = {storage_of(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        inputs = {storage_of(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
         out = func(*args, **(kwargs or {}))
         for tensor in (t for t in tree_leaves(out) if isinstance(t, Tensor)):
             key = storage_of(tensor)
-            if key not in given and key not in self.live:
+            if key not in inputs and key not in self.live:
                 storage = tensor.untyped_storage()
                 self.live[key] = storage.nbytes()
                 weakref.finalize(storage, self.live.pop, key)

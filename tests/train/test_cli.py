@@ -159,6 +159,7 @@ def test_dry_run_needs_config_json_alone(recipe_file, tmp_path, target_folder):
     shutil.copy(target_folder / "config.json", bare)
     code, output = call("train", recipe_file, f"target.model={bare}", "--dry-run")
     assert code == 0, output
+    assert "Memory of one device where it takes the most, about\n" in output  # a title, in one line
     words = " ".join(output.split())  # a table wraps its cells
     assert "the target's tokenizer" in words and "trained parameters" in words
 
@@ -262,8 +263,8 @@ def test_export_into_a_target(drafter_folder, tmp_path):
     target = tmp_path / "target"
     shutil.copytree(drafter_folder, target)
     tensors = load_file(target / "model.safetensors")
-    own = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
-    save_file(own | {"own.weight": torch.ones(3)}, target / "model.safetensors")
+    zeroed = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+    save_file(zeroed | {"own.weight": torch.ones(3)}, target / "model.safetensors")
     (target / "tokenizer.json").write_text("{}")
     code, output = call("export", drafter_folder, tmp_path / "copy", "--into", target)
     assert code == 0, output
@@ -311,8 +312,8 @@ def test_inspect_of_a_drafter_of_other_weights_warns(drafter_folder, target_fold
     warned = {}
     for model in (target_folder, other):
         code, output = call("inspect", "--json", drafter_folder, "--model", model)
-        found = json.loads(output[output.index("{") :])["faults"]
-        warned[model] = [fault["where"] for fault in found if fault["warning"]]
+        faults = json.loads(output[output.index("{") :])["faults"]
+        warned[model] = [fault["where"] for fault in faults if fault["warning"]]
         assert code == 0
     assert warned == {target_folder: [], other: ["target"]}
 

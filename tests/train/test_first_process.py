@@ -83,8 +83,8 @@ def words_of_the_first(folder: Path) -> list[Any]:
     """What each of two processes gets, whose folders are not the same."""
     accelerator = RunAccelerator(cpu=True)
     process = accelerator.process_index
-    own = folder / f"machine-{process}"
-    own.mkdir(exist_ok=True)
+    local = folder / f"machine-{process}"
+    local.mkdir(exist_ok=True)
 
     def fail() -> None:
         raise DataError("no", where="data")
@@ -102,19 +102,22 @@ def words_of_the_first(folder: Path) -> list[Any]:
     tree = {"a": {"b": torch.arange(4) + process, "c": [torch.tensor(2.5 + process), "text"]}}
     sent = send_tensors(accelerator, lambda: tree)
     results["tensors"] = [sent["a"]["b"].tolist(), float(sent["a"]["c"][0]), sent["a"]["c"][1]]
-    (own / f"{process}.jsonl").write_text(f"of {process}")
-    (own / "both.jsonl").write_text("equal")
+    (local / f"{process}.jsonl").write_text(f"of {process}")
+    (local / "both.jsonl").write_text("equal")
     accelerator.wait_for_everyone()
-    share_files(accelerator, own, "*.jsonl")
-    results["files"] = {path.name: path.read_text() for path in own.iterdir()}
+    share_files(accelerator, local, "*.jsonl")
+    results["files"] = {path.name: path.read_text() for path in local.iterdir()}
     results["once"] = once_per_folder(accelerator, folder / "rows", lambda: process)
-    results["once_apart"] = once_per_folder(accelerator, own / "rows", lambda: process) - process
+    results["once_apart"] = once_per_folder(accelerator, local / "rows", lambda: process) - process
     try:
         once_per_folder(accelerator, folder, fail)
     except DataError as error:
         results["once_error"] = error.where
-    results["shared"] = is_shared(accelerator, folder), is_shared(accelerator, own / "new")
-    cached = recipe_of("eagle3", features={"mode": "cache", "dir": str(own / "features")})
+    results["shared"] = (
+        is_shared(accelerator, folder),
+        is_shared(accelerator, local / "new"),
+    )
+    cached = recipe_of("eagle3", features={"mode": "cache", "dir": str(local / "features")})
     nothing: Any = None  # is looked at before
     try:
         _fill_together(cached, nothing, [(nothing, [nothing])], accelerator, Stages(enabled=False))

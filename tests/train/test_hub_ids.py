@@ -62,8 +62,8 @@ def test_revisions_are_told_from_names(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert split_revision("org/name@v1") == ("org/name", "v1")
     assert split_revision("org/name@refs/pr/1") == ("org/name", "refs/pr/1")
-    for given in (("org/name", "v1"), ("org/name@v1", "v1")):
-        assert split_revision(*given) == ("org/name", "v1")
+    for arguments in (("org/name", "v1"), ("org/name@v1", "v1")):
+        assert split_revision(*arguments) == ("org/name", "v1")
     for other in ("org/name", "some/folder/x@y", "./x@y", "/x@y", "x@", "@x"):
         assert split_revision(other) == (other, None)
     (tmp_path / "org" / "name@v1").mkdir(parents=True)

@@ -52,11 +52,11 @@ def test_states_are_those_of_the_target(saved, vllm_python):
     texts = [*PROMPTS, [3 + i * 7 % 120 for i in range(150)], [5]]
     with HiddenStates(
         str(folder), (1, 2, 3), longest=150, dtype="float32", python=vllm_python, options=ENGINE
-    ) as it:
-        features = it.of(texts)
-        again = it.of(texts[:1])
+    ) as state_servers:
+        features = state_servers.of(texts)
+        again = state_servers.of(texts[:1])
         with pytest.raises(VllmError, match="maximum|longer|length"):
-            it.of([list(range(3, 100)) * 2])
+            state_servers.of([list(range(3, 100)) * 2])
     assert_those_of(target, texts, features, 1e-4)
     torch.testing.assert_close(again[0], features[0], atol=1e-3, rtol=1e-4)
 

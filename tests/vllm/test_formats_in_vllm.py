@@ -48,9 +48,9 @@ def test_a_folder_of_the_speculators_format_is_all_that_vllm_needs(
     drafter = trained(family, frozen, own_texts(frozen), shape, start)
     provenance = {"target": {"name_or_path": str(target), "architectures": []}}
     provenance["num_speculative_tokens"] = 3
-    given = {"dtype": torch.float32, "provenance": provenance}
-    head = export_drafter(drafter, tmp_path / "head", **given)
-    whole = export_drafter(drafter, tmp_path / "whole", format="speculators", **given)
+    fields = {"dtype": torch.float32, "provenance": provenance}
+    head = export_drafter(drafter, tmp_path / "head", **fields)
+    whole = export_drafter(drafter, tmp_path / "whole", format="speculators", **fields)
     command, *_ = serving(family, folder=str(head), tokens=3, config=drafter.config)
     native = serve(job(target, speculative_config=command.options))
     alone = serve(job(whole))

@@ -395,7 +395,9 @@ def _print(
 
 def _print_commands(console: Console, commands: list[ServingCommand]) -> None:
     for command in commands:
-        note = Text(command.note, style="dim") if command.note else ""
-        console.print(Text(command.engine, style="bold"), note)
+        heading = Text(command.engine, style="bold")
+        if command.note:
+            heading.append(f": {command.note}", style="not bold dim")
+        console.print(heading)
         if command.command:
             console.print(Text(f"  {command.command}"), soft_wrap=True)

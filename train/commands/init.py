@@ -19,6 +19,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from draftsmith.inference.progress import Stages
 from draftsmith.inference.whole_file import check_writable, write_whole
 from draftsmith.speculators.errors import ConfigError, DataError
 from draftsmith.train.commands.options import Gpu, Model
@@ -172,8 +173,11 @@ def init(
     new = NewRecipe(model, family)
     read = _begin(new, data, validation)
     _fill_thinking(new, thinking, console)
-    lengths = _fill_data(new, read, validation, device)
-    stage = _fill_training(new, lengths, device)
+    stages = Stages(console=Console(stderr=True))
+    with stages.stage("tokenise the conversations"):
+        lengths = _fill_data(new, read, validation, device)
+    with stages.stage("plan the training"):
+        stage = _fill_training(new, lengths, device)
     _fill_writing(new, lengths, stage, device)
     write_whole(out, new.yaml())
     load_recipe(out)
@@ -341,17 +345,7 @@ def _fill_training(new: NewRecipe, lengths: Lengths, device: Device | None) -> S
         if limit := _most_conversations(stage, device):
             _limit_conversations(new, limit, stage, device)
             stage = make_plan(new.checked(), device).stages[0]
-        # What is put changes what the plan says next: kept features the seconds of a step, these
-        # the minutes, and the minutes the steps.
-        _keep_features(new, stage, device)
-        stage = _planned_again(new, stage)
-        seconds = stage.fitting_seconds(device) + CPU_STEPS * stage.step_seconds(device)
-        minutes = max(_round_up(seconds / 60, 5), CPU_MINUTES)
-        new.put("training.epochs", CPU_EPOCHS, "or max_minutes, whichever comes first")
-        new.put("training.max_minutes", minutes)
-        stage = _planned_again(new, stage)
-        comment = f"about {_steps(stage, device):,.0f} steps here, by draftsmith plan"
-        new.put("training.max_minutes", minutes, comment)
+        stage = _fill_budget(new, stage, device)
     config = stage.drafter
     if config.tap_layers:
         taps = list(config.tap_layers)
@@ -361,6 +355,22 @@ def _fill_training(new: NewRecipe, lengths: Lengths, device: Device | None) -> S
         new.put("drafter.draft_vocab_size", config.draft_vocab_size, comment)
     if new.tree["drafter"]:
         new.comments["drafter"] = "its other keys: draftsmith schema drafter"
+    return stage
+
+
+def _fill_budget(new: NewRecipe, stage: StagePlan, device: Device) -> StagePlan:
+    """Puts what a core keeps of the target's states, and its minutes. What is put changes what the
+    plan says next: kept states the seconds of a step, these the minutes, and the minutes the
+    steps."""
+    _keep_features(new, stage, device)
+    stage = _planned_again(new, stage)
+    seconds = stage.fitting_seconds(device) + CPU_STEPS * stage.step_seconds(device)
+    minutes = max(_round_up(seconds / 60, 5), CPU_MINUTES)
+    new.put("training.epochs", CPU_EPOCHS, "or max_minutes, whichever comes first")
+    new.put("training.max_minutes", minutes)
+    stage = _planned_again(new, stage)
+    comment = f"about {_steps(stage, device):,.0f} steps here, by draftsmith plan"
+    new.put("training.max_minutes", minutes, comment)
     return stage
 
 
@@ -477,6 +487,10 @@ def _say(
     console.print(f"{out}: {len(read.examples):,} conversations for {recipe.target.model}")
     if left_out := str(read.bad):
         console.print(Text(f"  {left_out}", style="yellow"))
+    if texts := sum(example.prompt is not None for example in read.examples):
+        note = f"{texts:,} are texts (prompt, completion), which pass through no chat template"
+        advice = "give a chat's as columns: {user: prompt, assistant: completion} of the source"
+        console.print(Text(f"  {note}; {advice}", style="yellow"))
     if device is not None:
         writing = stage.writing_seconds(device)
         times = f"responses {duration(writing)}"

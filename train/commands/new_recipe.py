@@ -99,7 +99,7 @@ class NewRecipe:
         document = _commented(self.filled())
         for key, text in self.comments.items():
             section, name = _place(document, key)
-            section.yaml_add_eol_comment(text, name)
+            section.yaml_add_eol_comment(text, name, column=0)  # a space behind the value
         for key, text in self.above.items():
             section, name = _place(document, key)
             section.yaml_set_comment_before_after_key(name, text, indent=2 * key.count("."))

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.filesize import decimal as size_text
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from draftsmith.speculators.options import AUTO
 from draftsmith.train.planner.plan import Parts, Phase, Plan, StagePlan
@@ -89,7 +90,7 @@ def _training(stage: StagePlan, plan: Plan) -> Lines:
     tokens = step.rows_per_step * stage.recipe.data.max_length
     rows += [
         ("budget", _budget(stage, plan)),
-        ("a step", f"{tokens:,} tokens ({step.rows} rows x {step.micro_steps} micro-steps)"),
+        ("a step", f"{tokens:,} tokens (rows: {step.rows}, micro-steps: {step.micro_steps})"),
         ("optimizer", stage.training.describe()),
     ]
     if stage.recipe.features.endpoints and plan.device:
@@ -123,7 +124,7 @@ def _budget(stage: StagePlan, plan: Plan) -> str:
     elif training.epochs:
         parts.append(f"{training.epochs:g} epochs of data that was not counted")
     if training.max_minutes:
-        text = f"{training.max_minutes:g} minutes"
+        text = f"{training.max_minutes:g} min"
         if plan.device:
             text += f", about {stage.steps_within_minutes(plan.device):,.0f} steps"
         parts.append(text)
@@ -131,12 +132,11 @@ def _budget(stage: StagePlan, plan: Plan) -> str:
 
 
 def _print(console: Console, title: str, rows: Lines) -> None:
-    """A table of names and values, unless it is empty."""
+    """A table of names and values under its title, unless it is empty."""
     if not rows:
         return
-    table = Table(title=title, title_justify="left", title_style="bold", box=None)
-    table.show_header = False
-    table.pad_edge = False
+    console.print(Text(title, style="bold"), soft_wrap=True)  # a table's own is folded to its width
+    table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="dim", no_wrap=True)
     table.add_column()
     for name, value in rows:

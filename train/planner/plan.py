@@ -498,7 +498,7 @@ def _few_steps(stage: StagePlan, device: Device) -> str:
     if fitting := stage.fitting_seconds(device):
         each += f" behind {fitting:,.0f} s that fit the start"
     return (
-        f"training.max_minutes: about {steps} steps fit into {minutes:g} minutes, {each};"
+        f"training.max_minutes: about {steps} steps fit into {minutes:g} min, {each};"
         f" a drafter needs hundreds. {WHAT_TO_CHANGE}"
     )
 

@@ -21,12 +21,12 @@ def pace_warning(step_seconds: float, minutes: float, spent: float = 0.0, steps:
     if fitting >= FEW_STEPS:
         return ""
     fit = "1 step fits" if fitting == 1 else f"{fitting} steps fit"
-    return f"one step takes {step_seconds:.0f} s: {fit} in {minutes:g} minutes. {WHAT_TO_CHANGE}"
+    return f"one step takes {step_seconds:.0f} s: {fit} in {minutes:g} min. {WHAT_TO_CHANGE}"
 
 
 def first_step_warning(minutes: float) -> str:
     """Of a first step that has outlived the whole budget and goes on."""
     return (
-        f"the first step takes longer than the budget of {minutes:g} minutes; the run ends after"
+        f"the first step takes longer than the budget of {minutes:g} min; the run ends after"
         f" it. {WHAT_TO_CHANGE}"
     )

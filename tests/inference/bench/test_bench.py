@@ -99,8 +99,8 @@ def event(**fields) -> bytes:
 def fake(monkeypatch):
     """`fake(pieces, …)`: a FakeServer that every client of the load generator reaches."""
 
-    def start(*given, **more) -> FakeServer:
-        server = FakeServer(*given, **more)
+    def start(*arguments, **more) -> FakeServer:
+        server = FakeServer(*arguments, **more)
 
         def client_at(url: str) -> openai.AsyncOpenAI:
             client = httpx2.AsyncClient(transport=httpx2.MockTransport(server))
@@ -118,9 +118,9 @@ def work(count: int, chat: bool = False) -> list[Question]:
     return [Question(prompt, 8) for prompt in prompts]
 
 
-def options(**given) -> BenchOptions:
+def options(**changes) -> BenchOptions:
     more = {"dataset_name": "custom", "dataset_path": "unread.jsonl", "backend": "openai"}
-    return BenchOptions(**(more | given))
+    return BenchOptions(**(more | changes))
 
 
 # ------------------------------------------------------------ times and counts of streams

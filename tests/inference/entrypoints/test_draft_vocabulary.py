@@ -39,14 +39,16 @@ def llm(target: str, drafter: str, **options) -> LLM:
     return LLM(target, speculative_config=config, max_num_seqs=2)
 
 
-def proposed(made: LLM) -> list[int]:
-    return made.engine.proposer._drafter.draft_to_target.tolist()
+def proposed(small: LLM) -> list[int]:
+    return small.engine.proposer._drafter.draft_to_target.tolist()
 
 
 def test_size_keeps_the_most_supervised_tokens_and_the_end(counted):
-    made = llm(*counted, draft_vocab_size=10)
-    assert proposed(made) == [249, 250, 251, 252, 253, 254, 255, 256, END, 258]
-    assert ids_of(made.generate(PROMPT, GREEDY)) == ids_of(LLM(counted[0]).generate(PROMPT, GREEDY))
+    small = llm(*counted, draft_vocab_size=10)
+    assert proposed(small) == [249, 250, 251, 252, 253, 254, 255, 256, END, 258]
+    assert ids_of(small.generate(PROMPT, GREEDY)) == ids_of(
+        LLM(counted[0]).generate(PROMPT, GREEDY)
+    )
 
 
 def test_ids_of_a_file_are_proposed_or_the_first_of_them(counted, tmp_path):

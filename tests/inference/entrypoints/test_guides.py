@@ -51,12 +51,12 @@ def folders(tiny_model, byte_tokenizer, tmp_path_factory) -> dict[str, str]:
     root = tmp_path_factory.mktemp("guides")
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        opt = build_model({"model_type": "opt", **OPT})
-        opt.save_pretrained(root / "opt")
+        small_opt = build_model({"model_type": "opt", **OPT})
+        small_opt.save_pretrained(root / "opt")
         # the draft model is nearly its target, so that drafts are accepted
-        for parameter in opt.parameters():
+        for parameter in small_opt.parameters():
             parameter.data += 0.01 * torch.randn_like(parameter)
-        opt.save_pretrained(root / "opt-draft")
+        small_opt.save_pretrained(root / "opt-draft")
         llama = tiny_model(
             "llama", vocab_size=259, bos_token_id=256, eos_token_id=257, pad_token_id=258
         )

@@ -131,8 +131,8 @@ def test_accept_probability_is_the_ratio_of_the_processed_distributions(
     full_q = scatter_to_target(probabilities(q_logits, params), draft_to_target, 12)
     q = full_q.gather(-1, labels[:, None])[:, 0]
     p = probabilities(p_logits, params).gather(-1, labels[:, None])[:, 0]
-    found = label_probabilities(p_logits, lambda x: x, labels, params)
-    torch.testing.assert_close(found, p)
+    target_probabilities = label_probabilities(p_logits, lambda x: x, labels, params)
+    torch.testing.assert_close(target_probabilities, p)
     accept = accept_probabilities(q_logits, lambda x: x, p, labels, params, draft_to_target)
     if temperature == 0:  # the text says what the target chose, whatever its logits are here
         assert torch.equal(accept, q)
@@ -298,9 +298,9 @@ def test_the_report_is_whole(folders) -> None:
         assert cell.expected
         verified = cell.output_tokens - cell.prompts  # the first tokens come from prefills
         assert cell.tokens_per_forward == verified / cell.num_rounds
-        for some in cell.passes.values() if cell.workload != "all" else ():
-            assert [run.repeat for run in some] == [0, 1]
-            assert len({run.tokens for run in some}) == 1  # the same prompts and seeds
+        for passes in cell.passes.values() if cell.workload != "all" else ():
+            assert [run.repeat for run in passes] == [0, 1]
+            assert len({run.tokens for run in passes}) == 1  # the same prompts and seeds
     assert [report.cell(name, 0).prompts for name in ("one", "two")] == [4, 3]
     assert report.summary["lossless_mismatches"] == 0
     pooled = report.cell("all", 0)
@@ -309,6 +309,7 @@ def test_the_report_is_whole(folders) -> None:
     provenance = report.provenance
     assert provenance.recipe_name == "tiny" and provenance.drafter_config["draftsmith"]
     assert shares == sorted(shares) and (shares[0], shares[-1]) == (0, 1)
+    assert any(0 < share < 1 / 4 for share in shares)  # within the first of the four cells
 
 
 def test_a_workload_without_prompts_is_refused(folders) -> None:
@@ -333,8 +334,8 @@ def test_a_second_turn_is_asked_with_the_live_answer(folders, byte_tokenizer) ->
         def ask(answers) -> list[int]:
             asked.append(tuple(answers))
             turns = [first, *later][: len(answers) + 1]
-            said = [f"{turn}:{answer}" for turn, answer in zip(turns, answers)]
-            return byte_tokenizer("|".join([*said, turns[-1]])).input_ids
+            exchanges = [f"{turn}:{answer}" for turn, answer in zip(turns, answers)]
+            return byte_tokenizer("|".join([*exchanges, turns[-1]])).input_ids
 
         return Chat(ask([]), later, ask, longest)
 
@@ -365,8 +366,8 @@ def test_a_second_turn_is_asked_with_the_live_answer(folders, byte_tokenizer) ->
     # the later turns are replayed and compared alike
     assert pooled.expected.relative_difference == pytest.approx(0, abs=1e-12)
     assert pooled.lossless[0].checked_prompts == 4 and pooled.lossless[0].mismatches == 0
-    own = report.cell("all", 0).acceptance_length
-    assert report.summary["t0.acceptance_length"] == own != pooled.acceptance_length
+    of_prompts = report.cell("all", 0).acceptance_length
+    assert report.summary["t0.acceptance_length"] == of_prompts != pooled.acceptance_length
 
 
 BRIEF = replace(SMALL, temperatures=(0.0,), repeats=1, timed_prompts=1, lossless_prompts=1)

@@ -91,10 +91,10 @@ class Behind:
         leaving.cancel()
 
     async def _echo(self, scope, body, send) -> None:
-        own = (b"host", b"connection")
-        said = [scope["method"], scope["raw_path"].decode(), scope["query_string"].decode()]
-        said += sorted(f"{name}{value}" for name, value in scope["headers"] if name not in own)
-        answer = json.dumps([*said, len(body), hashlib.sha256(body).hexdigest()]).encode()
+        hop = (b"host", b"connection")
+        seen = [scope["method"], scope["raw_path"].decode(), scope["query_string"].decode()]
+        seen += sorted(f"{name}{value}" for name, value in scope["headers"] if name not in hop)
+        answer = json.dumps([*seen, len(body), hashlib.sha256(body).hexdigest()]).encode()
         headers = [(b"Set-Cookie", b"a=1"), (b"Set-Cookie", b"b=2"), (b"X-Odd", b"\xe4")]
         status = 418 if body else 200
         await send({"type": "http.response.start", "status": status, "headers": headers})
@@ -201,8 +201,8 @@ def test_proxy_raw_request_arrives_as_it_does_without_the_proxy(urls, case):
             connection.sendall(RAW[case] + b"Host: x\r\nConnection: close\r\n\r\n" + body)
             with connection.makefile("rb") as answer:
                 status = answer.readline()
-                said = re.search(rb"\[.*\]", answer.read())
-        fields = [f"{field}" for field in json.loads(said[0])]
+                echo = re.search(rb"\[.*\]", answer.read())
+        fields = [f"{field}" for field in json.loads(echo[0])]
         lengths = [field for field in fields if field.startswith("b'content-length'")]
         answers.append((status, [field for field in fields if field not in lengths]))
     assert answers[0] == answers[1]

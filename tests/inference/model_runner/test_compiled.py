@@ -57,11 +57,11 @@ def _one_thread():
 def model_of(tiny_model):
     """model_of(kind): a target that the kind's drafter is for."""
 
-    def found(kind: str):
+    def model(kind: str):
         architecture = DRAFTED[kind].architecture if kind in DRAFTED else "qwen3_sliding"
         return tiny_model(architecture, num_hidden_layers=2)
 
-    return found
+    return model
 
 
 def llm_of(kind: str, model, rows: int, config: dict | None, **options) -> LLM:
@@ -77,12 +77,12 @@ def llm_of(kind: str, model, rows: int, config: dict | None, **options) -> LLM:
 def write(llm: LLM, prompts=PROMPTS, **params) -> list[list[int]]:
     """Responses of various lengths, so that rows are ragged, and are joined and left by
     requests."""
-    given = [
+    sampling_params = [
         SamplingParams(max_tokens=n, seed=n, **{"temperature": 0, **params})
         for n in LENGTHS[: len(prompts)]
     ]
     inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
-    return ids_of(llm.generate(inputs, given, use_tqdm=False))
+    return ids_of(llm.generate(inputs, sampling_params, use_tqdm=False))
 
 
 def steps_of(llm: LLM) -> list[CachedStep]:

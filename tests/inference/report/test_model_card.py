@@ -57,7 +57,7 @@ def test_card_has_what_was_measured_and_no_more(tiny_model, report: AcceptanceRe
     for part in (report, both.of_suite("spec_bench")):
         assert report_tables(part) in text
     assert "### spec_bench" in text and both.suites[0].sha256 in text
-    assert "3 bounds" in text and "2 are met" in text and "enable_thinking: False" in text
+    assert "that are met:\n2 of 3." in text and "enable_thinking: False" in text
 
 
 def test_what_a_bare_report_lacks_is_named(tiny_model):

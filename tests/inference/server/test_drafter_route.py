@@ -180,10 +180,10 @@ def test_folder_that_is_no_fitting_drafter_is_refused_and_the_old_one_goes_on(
 def test_two_at_a_time_are_refused(serving, url, monkeypatch):
     begun, works = [], app.engine_with_drafter
 
-    def slow(*given):
+    def slow(*arguments):
         begun.append(1)
         wait_until(lambda: len(refused) == 1)
-        return works(*given)
+        return works(*arguments)
 
     refused: list = []
     monkeypatch.setattr(app, "engine_with_drafter", slow)
@@ -200,10 +200,10 @@ def test_folder_that_is_replaced_while_it_is_read_is_refused(serving, url, heads
     shutil.copytree(heads / "new", heads / "moving")
     works = app.engine_with_drafter.__globals__["load_drafter_for"]
 
-    def moves(*given):
+    def moves(*arguments):
         shutil.move(heads / "moving", heads / "moved")
         shutil.copytree(heads / "old", heads / "moving")
-        return works(*given)
+        return works(*arguments)
 
     monkeypatch.setitem(app.engine_with_drafter.__globals__, "load_drafter_for", moves)
     answer = replace(url, "moving")

@@ -38,8 +38,8 @@ def words(line: str) -> tuple[dict, list[str]]:
 
 
 def read(line: str) -> tuple[ServeFlags, dict]:
-    given, rest = words(line)
-    return read_flags(given), undeclared(rest)
+    flags, rest = words(line)
+    return read_flags(flags), undeclared(rest)
 
 
 def test_flags_of_a_guide_are_read():

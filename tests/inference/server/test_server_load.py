@@ -181,11 +181,11 @@ def test_a_step_that_fails_ends_its_requests_and_the_next_is_served(
     owner = llm.engine.proposer if method == "propose" else llm.engine.runner
     works, calls = getattr(owner, method), []
 
-    def fails_once(*given):
-        calls.append(given)
+    def fails_once(*arguments):
+        calls.append(arguments)
         if len(calls) == 8:
             raise RuntimeError("CUDA out of memory: 3 GiB")
-        return works(*given)
+        return works(*arguments)
 
     monkeypatch.setattr(owner, method, fails_once)
     request = LONG | {"stream": stream, "max_tokens": 100}

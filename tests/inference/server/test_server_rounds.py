@@ -42,8 +42,11 @@ def test_rounds_are_what_was_written_and_counted(kind, temperature, serving, dra
     assert parts[-1]["finish_reason"] == "stop" or written == "".join(p["text"] for p in parts)
     for judged in rounds:
         positions = [token["position"] for token in judged["tokens"]]
-        own = positions.count(None)
-        assert own <= 1 and positions == [*range(len(positions) - own), *[None] * own]
+        bonus = positions.count(None)
+        assert bonus <= 1 and positions == [
+            *range(len(positions) - bonus),
+            *[None] * bonus,
+        ]
     drafted = [judged for judged in rounds if judged["num_draft_tokens"]]
     if kind == "off":
         assert not drafted and all(len(judged["tokens"]) == 1 for judged in rounds)

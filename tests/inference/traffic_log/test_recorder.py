@@ -19,8 +19,8 @@ SECRET = "4111 1111"
 
 
 def exchange(**fields) -> LoggedExchange:
-    said = {"prompt": "a", "prompt_token_ids": [1], "text": "b", "token_ids": [2]}
-    return LoggedExchange(**{"time": 5.0, "model": "tiny", **said, **fields})
+    texts = {"prompt": "a", "prompt_token_ids": [1], "text": "b", "token_ids": [2]}
+    return LoggedExchange(**{"time": 5.0, "model": "tiny", **texts, **fields})
 
 
 def record(recorder: Recorder, *exchanges: LoggedExchange) -> None:

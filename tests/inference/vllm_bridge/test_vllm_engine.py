@@ -27,9 +27,9 @@ without_vllm = pytest.mark.skipif(
 @without_vllm
 def test_an_interpreter_without_vllm_is_refused(monkeypatch, tmp_path) -> None:
     monkeypatch.setenv(PYTHON, str(tmp_path / "python"))
-    for given, where in ((None, str(tmp_path / "python")), (sys.executable, sys.executable)):
+    for python, where in ((None, str(tmp_path / "python")), (sys.executable, sys.executable)):
         with raises_at(ConfigError, where):
-            vllm_python(given)
+            vllm_python(python)
 
 
 @without_vllm

@@ -52,10 +52,10 @@ def test_this_runtime_takes_what_is_printed_for_it_and_for_vllm(ways, family) ->
 
 @pytest.mark.parametrize("method", TRAINING_FREE)
 def test_training_free_methods(method) -> None:
-    own = parse_speculative_config({"method": method})
-    own_options = {"method": method, "num_speculative_tokens": own.num_speculative_tokens}
-    assert serving(method, training_free=own)[-1].options == own_options
-    by_engine = {way.engine: way for way in serving(method, tokens=4, training_free=own)}
+    config = parse_speculative_config({"method": method})
+    serve_options = {"method": method, "num_speculative_tokens": config.num_speculative_tokens}
+    assert serving(method, training_free=config)[-1].options == serve_options
+    by_engine = {way.engine: way for way in serving(method, tokens=4, training_free=config)}
     assert parse_speculative_config(by_engine["Draftsmith"].options).method == method
     if (options := by_engine["vLLM"].options) is not None:
         read = parse_speculative_config(read_speculative_config(options))
@@ -67,18 +67,18 @@ def test_training_free_methods(method) -> None:
 def test_an_adapters_folder_is_served_here_alone(tmp_path) -> None:
     fields = {"base_model_name_or_path": "org/target"}
     (tmp_path / "adapter_config.json").write_text(json.dumps(fields))
-    own = parse_speculative_config({"method": "ngram"})
-    ways = serving("ngram", target=str(tmp_path), training_free=own)
+    options = parse_speculative_config({"method": "ngram"})
+    ways = serving("ngram", target=str(tmp_path), training_free=options)
     assert [bool(way.command) for way in ways] == [False, False, True]
     assert "joint.export: merged" in ways[0].note
 
 
-@pytest.mark.parametrize("version, said", [("0.32.1", False), ("0.33", True), (None, True)])
-def test_serving_suffix_says_which_vllm_has_a_runner_without_it(version, said) -> None:
-    own = parse_speculative_config({"method": "suffix"})
-    vllm = serving("suffix", training_free=own, vllm_version=version)[0]
+@pytest.mark.parametrize("version, is_noted", [("0.32.1", False), ("0.33", True), (None, True)])
+def test_serving_suffix_says_which_vllm_has_a_runner_without_it(version, is_noted) -> None:
+    options = parse_speculative_config({"method": "suffix"})
+    vllm = serving("suffix", training_free=options, vllm_version=version)[0]
     assert vllm.command and "arctic-inference" in vllm.note
-    assert ("V2 runner" in vllm.note) == said
+    assert ("V2 runner" in vllm.note) == is_noted
 
 
 def test_a_folder_in_another_engines_format_is_not_offered(ways) -> None:

@@ -24,10 +24,10 @@ NEW_TOKENS = 24
 def recorded(monkeypatch) -> list[tuple[list[int], list[int]]]:
     """(text, drafts) of every round of transformers' generator."""
     rounds: list[tuple[list[int], list[int]]] = []
-    own = DFlashTokenCandidateGenerator.get_candidates
+    original = DFlashTokenCandidateGenerator.get_candidates
 
     def get_candidates(self, input_ids, *args, **kwargs):
-        candidates = own(self, input_ids, *args, **kwargs)
+        candidates = original(self, input_ids, *args, **kwargs)
         text = input_ids[0].tolist()
         if drafts := candidates[0][0, len(text) :].tolist():
             rounds.append((text, drafts))
@@ -56,12 +56,12 @@ def test_an_export_in_transformers_drafts_as_the_runtime(
     if family == "mtp":
         head.attach(model, drafts)
     ids = torch.randint(3, 90, (1, 9), generator=torch.Generator().manual_seed(1))
-    given = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "pad_token_id": 0}
-    plain = model.generate(ids, **given)
-    text = model.generate(ids, assistant_model=head, speculation_type="dflash", **given)
+    arguments = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "pad_token_id": 0}
+    plain = model.generate(ids, **arguments)
+    text = model.generate(ids, assistant_model=head, speculation_type="dflash", **arguments)
     assert torch.equal(text, plain)
     assert len(recorded) > 3 and len(recorded[0][1]) == drafts
     for prefix, drafted in recorded:  # some versions draft no further than the text may go
         forced = torch.tensor([*drafted, *[0] * drafts][:drafts])
-        own = draft_logits(world, torch.tensor(prefix), len(prefix) - 2, drafts, forced)
-        assert own.argmax(-1)[: len(drafted)].tolist() == drafted
+        logits = draft_logits(world, torch.tensor(prefix), len(prefix) - 2, drafts, forced)
+        assert logits.argmax(-1)[: len(drafted)].tolist() == drafted

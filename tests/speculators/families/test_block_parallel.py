@@ -145,20 +145,20 @@ def test_drafts_are_those_of_a_plain_reference(name, tmp_path) -> None:
     taps, _ = target(ids[None, :10])
     states = reference.block(taps[0], int(ids[10]), depth)
     forced = torch.randint(3, 100, (depth,), generator=torch.Generator().manual_seed(6))
-    given = drafted((target, drafter.freeze()), ids, 9, depth, forced)
-    got = torch.cat([step.logits for step in given]).softmax(-1)
+    drafts = drafted((target, drafter.freeze()), ids, 9, depth, forced)
+    probabilities = torch.cat([step.logits for step in drafts]).softmax(-1)
     expected = reference.q(states, int(ids[10]), forced.tolist())
-    torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-3)
+    torch.testing.assert_close(probabilities, expected, atol=1e-4, rtol=1e-3)
     if "confidence_head.proj.weight" in reference.w:
         sure = reference.confidence(states, int(ids[10]), forced.tolist())
-        torch.testing.assert_close(torch.cat([step.confidence for step in given]), sure)
+        torch.testing.assert_close(torch.cat([step.confidence for step in drafts]), sure)
     greedy: list[int] = []
     to_target = drafter.draft_to_target
     for j in range(depth):
         best = int(reference.q(states[: j + 1], int(ids[10]), greedy)[-1].argmax())
         greedy.append(best if to_target is None else int(to_target[best]))
-    own = draft_logits((target, drafter), ids, 9, depth, torch.tensor(greedy)).argmax(-1)
-    assert (own if to_target is None else to_target[own]).tolist() == greedy
+    runtime_best = draft_logits((target, drafter), ids, 9, depth, torch.tensor(greedy)).argmax(-1)
+    assert (runtime_best if to_target is None else to_target[runtime_best]).tolist() == greedy
 
 
 def batch(seeds: list[int], length: int = 40) -> SimpleNamespace:
@@ -173,8 +173,8 @@ def batch(seeds: list[int], length: int = 40) -> SimpleNamespace:
 
 def trained(name: str, **options) -> Drafter:
     _, drafter = world_of(name)
-    given = {**CASES[name].options, **options}
-    drafter.prepare_training(type(drafter).options.model_validate(given))
+    fields = {**CASES[name].options, **options}
+    drafter.prepare_training(type(drafter).options.model_validate(fields))
     return drafter.train()
 
 

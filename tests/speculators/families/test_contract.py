@@ -151,14 +151,14 @@ def test_every_missing_and_foreign_tensor_is_named(world: World, tmp_path: Path)
     for third in range(3):  # the others say how the drafter is made
         gone = sorted(stored.keys() - {"t2d"})[third::3]
         left = {name: tensor for name, tensor in stored.items() if name not in gone}
-        said = refused(left | {stray: torch.zeros(3)})
-        assert f"{stray} is unexpected" in said
-        assert all(f"{name} is missing" in said for name in gone)
+        message = refused(left | {stray: torch.zeros(3)})
+        assert f"{stray} is unexpected" in message
+        assert all(f"{name} is missing" in message for name in gone)
     whole = {name: tensor for name, tensor in stored.items() if name not in ("t2d", "d2t")}
-    said = refused(stored | {name: torch.cat([x, x[:1]]) for name, x in whole.items()})
-    assert all(f"{name} has shape" in said for name in whole)
-    said = refused(stored | {name: x * float("nan") for name, x in whole.items()})
-    assert all(f"{name} holds values that are not finite" in said for name in whole)
+    message = refused(stored | {name: torch.cat([x, x[:1]]) for name, x in whole.items()})
+    assert all(f"{name} has shape" in message for name in whole)
+    message = refused(stored | {name: x * float("nan") for name, x in whole.items()})
+    assert all(f"{name} holds values that are not finite" in message for name in whole)
 
 
 # ---------------------------------------------------------------------- the runtime

@@ -39,8 +39,8 @@ def features_of(target: FrozenTarget, rows: int = 2, tokens: int = 24) -> Target
     return target.features(**packed(*[[tokens]] * rows))
 
 
-def options(**given) -> EagleOptions:
-    return EagleOptions.model_validate(given)
+def options(**fields) -> EagleOptions:
+    return EagleOptions.model_validate(fields)
 
 
 # ---------------------------------------------------------------------- the maths

@@ -179,11 +179,11 @@ def test_the_speculators_format_names_its_target(written, tmp_path) -> None:
 )
 def test_the_speculators_format_of_block_drafters(written, family, shape, drafts) -> None:
     export = written("speculators", family, **shape)
-    fields, own = export.fields, export.fields["speculators_config"]
+    fields, section = export.fields, export.fields["speculators_config"]
     assert fields[TAPS if family == "peagle" else "aux_hidden_state_layer_ids"] == [1, 2]
     assert fields["mask_token_id"] == 100
-    assert fields["speculators_model_type"] == own["algorithm"] == family
-    assert own["proposal_methods"][0]["speculative_tokens"] == drafts
+    assert fields["speculators_model_type"] == section["algorithm"] == family
+    assert section["proposal_methods"][0]["speculative_tokens"] == drafts
     if family != "peagle":
         assert fields["sliding_window_non_causal"] is not export.drafter.config.is_causal
         assert fields["sample_from_anchor"] is export.drafter.config.sample_from_anchor

@@ -54,8 +54,9 @@ def test_a_linear_world_is_solved_before_the_first_step(shared) -> None:
     drafter.initialise_from(target, options, [features])
     with torch.no_grad():
         for step in drafter.unroll(features, 3):
-            said = drafter.head(step.hidden, step.depth)
+            logits = drafter.head(step.hidden, step.depth)
             expected = target.logits(last[0, step.target_index])
             unfitted = target.logits(last[0, step.anchor_index])
-            error, before = (said - expected).square().mean(), (unfitted - expected).square().mean()
+            error = (logits - expected).square().mean()
+            before = (unfitted - expected).square().mean()
             assert error < (0.8 if shared else 0.5) * before

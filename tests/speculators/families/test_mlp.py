@@ -58,12 +58,12 @@ def published(
     state = norm(state) / math.sqrt(2) if scale else state
     logits = []
     for i in range(heads):
-        own = lambda name, i=i: tensors[f"speculator.{name.replace('.', f'.{i}.')}"]
-        embeds = own("emb.weight")[ids[i]]
+        tensor = lambda name, i=i: tensors[f"speculator.{name.replace('.', f'.{i}.')}"]
+        embeds = tensor("emb.weight")[ids[i]]
         z = embeds * math.sqrt(1 - weight**2) * math.sqrt(len(embeds) / 2)
-        mixed = norm(own("proj.weight") @ state * weight + z)
-        state = gelu(mixed * own("ln.weight") + own("ln.bias"))
-        logits.append(own("head.weight") @ state)
+        mixed = norm(tensor("proj.weight") @ state * weight + z)
+        state = gelu(mixed * tensor("ln.weight") + tensor("ln.bias"))
+        logits.append(tensor("head.weight") @ state)
     return logits
 
 

@@ -116,9 +116,9 @@ def test_mimo_is_qwen2s_layer_between_its_norms(native) -> None:
     rotary = target.model.model.rotary_emb(x, torch.arange(T)[None])
     x = layer(x, attention_mask=causal(T), position_embeddings=rotary)
     expected = norm(x, "final_layernorm")
-    got = depth0(drafter, features(IDS, last, taps))
-    torch.testing.assert_close(got, expected[0, :-1], atol=1e-5, rtol=1e-4)
-    torch.testing.assert_close(drafter.head(got), target.logits(got))
+    states = depth0(drafter, features(IDS, last, taps))
+    torch.testing.assert_close(states, expected[0, :-1], atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(drafter.head(states), target.logits(states))
 
 
 @torch.no_grad()
@@ -150,24 +150,24 @@ def test_qwen3_next_is_its_own_full_attention_layer(tiny_model, tmp_path: Path) 
     """[norm(embedding); norm(hidden)] through the gated attention layer with experts, then the
     norm; nothing blind. From a folder as published, beside a tensor of the target."""
     target = FrozenTarget(tiny_model("qwen3_next", decoder_sparse_step=1))
-    own = target.model.config
+    config = target.model.config
     folder = export_drafter(module_for(target), tmp_path / "next", dtype=torch.float32)
-    own.save_pretrained(folder)
+    config.save_pretrained(folder)
     other = {"model.layers.0.input_layernorm.weight": torch.zeros(32)}
     save_file(other, folder / "model-1.safetensors")
     drafter = load_drafter(folder, target)
     tensors = load_file(folder / "model.safetensors")
     assert "mtp.layers.0.mlp.experts.3.up_proj.weight" in tensors
 
-    own = copy.deepcopy(own)
-    own.layer_types = ["full_attention"] * target.num_layers
-    own._attn_implementation, own._experts_implementation = "sdpa", "eager"
-    layer, prefix = Qwen3NextDecoderLayer(own, 0).eval(), "mtp.layers.0."
+    config = copy.deepcopy(config)
+    config.layer_types = ["full_attention"] * target.num_layers
+    config._attn_implementation, config._experts_implementation = "sdpa", "eager"
+    layer, prefix = Qwen3NextDecoderLayer(config, 0).eval(), "mtp.layers.0."
     inside = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
     layer.load_state_dict(pack_experts(inside))
 
     def norm(x: torch.Tensor, name: str) -> torch.Tensor:
-        module = Qwen3NextRMSNorm(32, eps=own.rms_norm_eps)
+        module = Qwen3NextRMSNorm(32, eps=config.rms_norm_eps)
         module.weight.copy_(tensors[f"mtp.{name}.weight"])
         return module(x)
 
@@ -176,7 +176,7 @@ def test_qwen3_next_is_its_own_full_attention_layer(tiny_model, tmp_path: Path) 
     joined = torch.cat([embeds, norm(last[:, :-1], "pre_fc_norm_hidden")], -1)
     x = joined @ tensors["mtp.fc.weight"].T
     T = x.shape[1]
-    rotary = Qwen3NextRotaryEmbedding(own)(x, torch.arange(T)[None])
+    rotary = Qwen3NextRotaryEmbedding(config)(x, torch.arange(T)[None])
     expected = norm(layer(x, position_embeddings=rotary, attention_mask=causal(T)), "norm")
     states = depth0(drafter, features(IDS, last))
     torch.testing.assert_close(states, expected[0, :-1], atol=1e-5, rtol=1e-4)
@@ -290,9 +290,9 @@ def test_a_new_module_passes_the_targets_state_through(
     drafter.eval().initialise_from(target)
     ids = torch.randint(3, 100, (1, 40))
     taps, last = target(ids)
-    got, expected = depth0(drafter, features(ids, last, taps)), last[0, :-2]
-    assert torch.cosine_similarity(got, expected, dim=-1).mean() > 0.8
-    assert 0.8 < float(got.norm() / expected.norm()) < 1.25
+    states, expected = depth0(drafter, features(ids, last, taps)), last[0, :-2]
+    assert torch.cosine_similarity(states, expected, dim=-1).mean() > 0.8
+    assert 0.8 < float(states.norm() / expected.norm()) < 1.25
 
 
 def test_frequencies_and_router_biases_stay_float32(tiny_model, tmp_path: Path) -> None:

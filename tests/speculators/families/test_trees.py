@@ -26,11 +26,11 @@ def test_a_tree_is_as_many_chains(world):
             above[b] = [[*above[b][p], t] for t, p in zip(tokens[b], parents[b], strict=True)]
             paths[b] += above[b]
         index = torch.tensor(parents)
-        own = torch.eye(index.shape[1], dtype=torch.bool).expand(2, -1, -1)
+        ancestors = torch.eye(index.shape[1], dtype=torch.bool).expand(2, -1, -1)
         if visible is not None:
             before = visible.gather(1, index.unsqueeze(-1).expand(-1, -1, visible.shape[-1]))
-            own = torch.cat([before, own], 2)
-        visible = own
+            ancestors = torch.cat([before, ancestors], 2)
+        visible = ancestors
         grown.append(TreeLevel(torch.tensor(tokens), index, visible))
     steps, seen = iter([*grown, None]), []
 
@@ -41,8 +41,8 @@ def test_a_tree_is_as_many_chains(world):
     inputs = draft_input(world, [torch.tensor(text) for text in texts])
     drafter.draft_tree(inputs, deepest, grow)
     assert inputs.cache.lengths == inputs.counts  # the drafts are rolled back
-    for text, row, got in zip(texts, paths, torch.cat(seen, 1), strict=True):
-        for path, logits in zip(row, got, strict=True):
+    for text, row, row_logits in zip(texts, paths, torch.cat(seen, 1), strict=True):
+        for path, logits in zip(row, row_logits, strict=True):
             forced = torch.tensor([*path, *[0] * deepest])
             chain = draft_logits(world, torch.tensor(text), len(text) - 2, deepest, forced)
             torch.testing.assert_close(logits, chain[len(path)], rtol=1e-4, atol=1e-5)

@@ -29,9 +29,9 @@ def packed(documents: str, chosen: str, window: int | None = None) -> PackedQuer
     if chosen == "all":
         return PackedQueries(segments, window=window)
     noise = torch.rand(segments.shape, generator=torch.Generator().manual_seed(5))
-    some = noise.argsort(1)[:, :13].sort(1).values
-    filled = torch.cat([some[:, 6:], some[:, :6]], 1)
-    return PackedQueries(segments, some if chosen == "some" else filled, window)
+    chosen_slots = noise.argsort(1)[:, :13].sort(1).values
+    filled = torch.cat([chosen_slots[:, 6:], chosen_slots[:, :6]], 1)
+    return PackedQueries(segments, chosen_slots if chosen == "some" else filled, window)
 
 
 def blocks(causal: bool = False, window: int | None = None) -> Blocks:
@@ -41,9 +41,11 @@ def blocks(causal: bool = False, window: int | None = None) -> Blocks:
 
 def sees(queries: Queries, row: int, query: int, slot: int) -> bool:
     if isinstance(queries, PackedQueries):
-        own, segments = int(queries.slots[row, query]), queries.segment_ids[row]
-        near = queries.window is None or own - slot < queries.window
-        return own == slot or bool(slot < own and segments[own] == segments[slot] >= 0 and near)
+        slot_of_query, segments = int(queries.slots[row, query]), queries.segment_ids[row]
+        near = queries.window is None or slot_of_query - slot < queries.window
+        return slot_of_query == slot or bool(
+            slot < slot_of_query and segments[slot_of_query] == segments[slot] >= 0 and near
+        )
     last = int(LAST[row, query // WIDTH])
     behind = int(POSITIONS[row, last]) + 1 + query % WIDTH - int(POSITIONS[row, slot])
     near = queries.window is None or behind < queries.window
@@ -60,14 +62,16 @@ def sees_own(queries: Queries, query: int, key: int) -> bool:
 
 
 def by_definition(
-    query: Tensor, context: tuple[Tensor, Tensor], own: list, queries: Queries, scale: float
+    query: Tensor, context: tuple[Tensor, Tensor], pairs: list, queries: Queries, scale: float
 ) -> Tensor:
     (B, h, M, _), T = query.shape, context[0].shape[2]
     seen = [[[sees(queries, b, m, t) for t in range(T)] for m in range(M)] for b in range(B)]
     within = [[sees_own(queries, m, k) for k in range(M)] for m in range(M)]
-    seen = torch.cat([torch.tensor(seen), *[torch.tensor([within] * B)] * len(own)], -1)
+    seen = torch.cat([torch.tensor(seen), *[torch.tensor([within] * B)] * len(pairs)], -1)
     shared = h // context[0].shape[1]
-    key, value = (torch.cat(parts, 2).repeat_interleave(shared, 1) for parts in zip(context, *own))
+    key, value = (
+        torch.cat(parts, 2).repeat_interleave(shared, 1) for parts in zip(context, *pairs)
+    )
     scores = (query @ key.mT * scale).masked_fill(~seen[:, None], float("-inf"))
     return scores.softmax(-1) @ value
 
@@ -83,17 +87,19 @@ def tensors(queries: Queries, pairs: int = 1) -> list[Tensor]:
     return [x.double().transpose(1, 2) for x in states]
 
 
-def results(attend, given: list[Tensor], queries: Queries) -> list[Tensor]:
-    *inputs, gradient = (x.detach().requires_grad_() for x in given)
-    own = list(zip(inputs[3::2], inputs[4::2]))
-    out = attend(inputs[0], (inputs[1], inputs[2]), own, queries, 0.4)
+def results(attend, tensors_of_case: list[Tensor], queries: Queries) -> list[Tensor]:
+    *inputs, gradient = (x.detach().requires_grad_() for x in tensors_of_case)
+    pairs = list(zip(inputs[3::2], inputs[4::2]))
+    out = attend(inputs[0], (inputs[1], inputs[2]), pairs, queries, 0.4)
     return [out, *torch.autograd.grad(out, inputs, gradient)]
 
 
 def compare(queries: Queries, pairs: int = 1) -> None:
-    given = tensors(queries, pairs)
-    expected = results(by_definition, given, queries)
-    torch.testing.assert_close(results(attention, given, queries), expected, atol=1e-12, rtol=1e-12)
+    arguments = tensors(queries, pairs)
+    expected = results(by_definition, arguments, queries)
+    torch.testing.assert_close(
+        results(attention, arguments, queries), expected, atol=1e-12, rtol=1e-12
+    )
 
 
 @pytest.fixture(autouse=True)

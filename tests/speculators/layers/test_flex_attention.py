@@ -53,21 +53,21 @@ def test_flex_output_and_log_sum_exp_are_those_of_all_scores(kind, window):
     mask = flex.block_mask(queries)
     out, lse = flex.attend_context(query, key, value, mask, 0.3)
     expected, expected_lse = dense(query, key, value, mask, 0.3)
-    some = visible(queries).any(-1)[:, None].expand_as(lse)  # a block may have no context
-    torch.testing.assert_close(lse[some], expected_lse[some], atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(out[some], expected[some], atol=1e-5, rtol=1e-5)
-    assert (lse[~some] == -torch.inf).all()
-    assert (out[~some] == 0).all()
+    sees_any = visible(queries).any(-1)[:, None].expand_as(lse)  # a block may have no context
+    torch.testing.assert_close(lse[sees_any], expected_lse[sees_any], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(out[sees_any], expected[sees_any], atol=1e-5, rtol=1e-5)
+    assert (lse[~sees_any] == -torch.inf).all()
+    assert (out[~sees_any] == 0).all()
 
 
 @pytest.mark.parametrize("kind, window", product(KINDS, (None, 3)))
 def test_flex_output_merged_with_own_keys_is_the_walks(kind, window):
     queries = random_queries(kind, window, seed=2)
     query, key, value, *pairs, _ = random_tensors(queries, KINDS[kind], torch.float32)
-    own = list(zip(pairs[::2], pairs[1::2], strict=True))
-    given = (query, (key, value), own, queries, 0.3)
+    own_pairs = list(zip(pairs[::2], pairs[1::2], strict=True))
+    arguments = (query, (key, value), own_pairs, queries, 0.3)
     torch.testing.assert_close(
-        flex.merged_attention(*given), attention(*given), atol=1e-5, rtol=1e-5
+        flex.merged_attention(*arguments), attention(*arguments), atol=1e-5, rtol=1e-5
     )
 
 
@@ -76,7 +76,7 @@ def test_gradients_of_the_merge_are_the_walks(kind, window):
     queries = random_queries(kind, window, seed=3)
     for pairs in {1, KINDS[kind]}:
         tensors = random_tensors(queries, pairs, torch.float64)
-        merged = lambda *given: flex.merged_attention(*given, attend=dense)
+        merged = lambda *arguments: flex.merged_attention(*arguments, attend=dense)
         torch.testing.assert_close(
             output_and_gradients(merged, tensors, queries),
             output_and_gradients(attention, tensors, queries),

@@ -64,9 +64,9 @@ def test_a_target_over_a_cache_attends_in_groups(tiny_model, architecture, monke
 def test_on_cuda_no_mask_repeats_keys_and_values(monkeypatch, claimed_gpu):
     monkeypatch.setattr(grouped, "sdpa_attention_forward", lambda *_: pytest.fail("repeated"))
     T = grouped.MOST_QUERIES + 2
-    given = [x.to("cuda") for x in tensors(T, S=T + 9)]
+    arguments = [x.to("cuda") for x in tensors(T, S=T + 9)]
     mask = torch.zeros(3, 1, T, T + 9).to("cuda")
-    assert grouped.grouped_attention(Module(), *given, mask)[0].shape == (3, T, 4, 8)
+    assert grouped.grouped_attention(Module(), *arguments, mask)[0].shape == (3, T, 4, 8)
 
 
 def test_anything_it_does_not_know_is_left_to_sdpa(monkeypatch):

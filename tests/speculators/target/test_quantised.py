@@ -48,12 +48,12 @@ def test_features_and_drafts_are_those_of_the_quantised_model(tiny_model, tmp_pa
     assert is_quantised(target.model) == (scheme == "bitnet") and target.dtype == torch.float32
     ids = torch.arange(5, 16)[None]
     with torch.no_grad():
-        own = target.model(input_ids=ids, output_hidden_states=True)
+        outputs = target.model(input_ids=ids, output_hidden_states=True)
         taps, last = target(ids)
         plain = tiny_model("qwen3")(input_ids=ids).logits
-    torch.testing.assert_close(target.logits(last), own.logits)
-    torch.testing.assert_close(taps[..., :32], own.hidden_states[1])
-    assert (own.logits - plain).norm() > 0.02 * plain.norm()  # it is another model
+    torch.testing.assert_close(target.logits(last), outputs.logits)
+    torch.testing.assert_close(taps[..., :32], outputs.hidden_states[1])
+    assert (outputs.logits - plain).norm() > 0.02 * plain.norm()  # it is another model
     assert isinstance(plain_decoder(target), str) == (scheme == "bitnet")
 
     options = dict(max_num_seqs=2, max_model_len=64)

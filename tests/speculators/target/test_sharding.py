@@ -53,14 +53,14 @@ def states(target: FrozenTarget) -> Tensor:
 
 def compare(folder: Path, architectures: Sequence[str], per_node: int) -> dict[str, Any]:
     """For each: what differs between the target in shards and the whole, and where shards lie."""
-    found = {}
+    results = {}
     for name in architectures:
         sharded = read(folder / name, per_node)
         whole = FrozenTarget.from_pretrained(str(folder / name), tap_layers=(1, 2))
         assert is_sharded(sharded)
         parameters: Any = list(sharded.layers.parameters())
         assert all(isinstance(parameter, DTensor) for parameter in parameters)
-        found[name] = {
+        results[name] = {
             "same states": torch.equal(states(sharded), states(whole)),
             "other facts": [
                 fact for fact in FACTS if getattr(sharded, fact) != getattr(whole, fact)
@@ -68,7 +68,7 @@ def compare(folder: Path, architectures: Sequence[str], per_node: int) -> dict[s
             "share": sum(p.to_local().numel() for p in parameters) / numel(whole.layers),
             "placements": parameters[0].placements,
         }
-    return found
+    return results
 
 
 def numel(module: nn.Module) -> int:

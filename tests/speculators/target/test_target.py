@@ -215,7 +215,7 @@ def _soft_cap(make):
 
 def _odd_logits(make):
     model = make("llama")
-    model.register_forward_hook(lambda *given: setattr(given[-1], "logits", 1.5 * given[-1].logits))
+    model.register_forward_hook(lambda *call: setattr(call[-1], "logits", 1.5 * call[-1].logits))
     return model
 
 

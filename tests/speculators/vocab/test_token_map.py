@@ -52,20 +52,24 @@ def written(surfaces, ids):
 
 @pytest.mark.parametrize("name", MAKERS)
 def test_surfaces_join_to_the_text_and_a_tokenizer_is_itself(tokenizer, name):
-    tok = tokenizer(name)
-    surfaces, token_map, everything = bytes_of(tok), between(tok, tok), torch.arange(len(tok))
+    reader = tokenizer(name)
+    surfaces, token_map, everything = (
+        bytes_of(reader),
+        between(reader, reader),
+        torch.arange(len(reader)),
+    )
     for text in [*CORPUS, TEXT]:
-        ids = tok(text, add_special_tokens=False).input_ids
+        ids = reader(text, add_special_tokens=False).input_ids
         assert written(surfaces, ids).decode().removeprefix(" ") == text
-    assert surfaces.text.keys() | surfaces.added.keys() == set(tok.get_vocab().values())
+    assert surfaces.text.keys() | surfaces.added.keys() == set(reader.get_vocab().values())
     for same in (token_map.target_ids, token_map.draft_ids, token_map.spelling_ids):
         assert torch.equal(same, everything)
-    assert len(token_map.opening_ids) == 0 and same_vocabulary(tok, tok) is None
+    assert len(token_map.opening_ids) == 0 and same_vocabulary(reader, reader) is None
 
 
 def test_special_tokens_are_not_text_and_other_added_tokens_are(tokenizer):
-    tok = tokenizer("larger byte level")
-    surfaces, ids = bytes_of(tok), tok.get_vocab()
+    reader = tokenizer("larger byte level")
+    surfaces, ids = bytes_of(reader), reader.get_vocab()
     assert ids["<pad>"] not in surfaces.text and surfaces.added[ids["<pad>"]] == "<pad>"
     assert surfaces.text[ids["<think>"]] == b"<think>" == surfaces.added[ids["<think>"]].encode()
     assert tokenizer("sentencepiece").unk_token_id not in bytes_of(tokenizer("sentencepiece")).text
@@ -114,20 +118,20 @@ def test_longest_match_and_bytes_that_nothing_covers():
 def test_special_tokens_meet_added_tokens_of_the_same_content_only():
     target = byte_level(special=("<|end|>", "<|im_start|>", "q", "<x>"))
     draft = byte_level(500, special=("<pad>", "<|end|>"), added=["<x>"])
-    token_map, own, theirs = between(target, draft), target.get_vocab(), draft.get_vocab()
+    token_map, target_ids, draft_ids = between(target, draft), target.get_vocab(), draft.get_vocab()
     for shared in ("<|end|>", "<x>"):
-        assert spell(token_map, [own[shared]]) == [theirs[shared]]
+        assert spell(token_map, [target_ids[shared]]) == [draft_ids[shared]]
     for other in ("<|im_start|>", "q"):
-        assert spell(token_map, [own[other]]) == []
+        assert spell(token_map, [target_ids[other]]) == []
     assert b"q" in bytes_of(draft).text.values()
 
 
 def test_a_byte_token_gives_way_to_the_plain_one(tokenizer):
     target, draft = tokenizer("byte level"), tokenizer("sentencepiece")
-    token_map, ids, own = between(target, draft), draft.get_vocab(), target.get_vocab()["A"]
-    assert spell(token_map, [own]) == [ids["A"]] and ids["<0x41>"] not in token_map.draft_ids
+    token_map, ids, plain_id = between(target, draft), draft.get_vocab(), target.get_vocab()["A"]
+    assert spell(token_map, [plain_id]) == [ids["A"]] and ids["<0x41>"] not in token_map.draft_ids
     back = between(draft, target)
-    assert spell(back, [ids["<0x41>"]]) == spell(back, [ids["A"]]) == [own]
+    assert spell(back, [ids["<0x41>"]]) == spell(back, [ids["A"]]) == [plain_id]
 
 
 def test_the_opening_is_the_drafts_unless_the_target_writes_it(tokenizer):
@@ -150,10 +154,10 @@ def test_rows_are_the_list_version(tokenizer, opening):
         hidden = ids.masked_fill(padding, -1)  # which may be anything
         spelt, lengths = token_map.spell_rows(hidden, counts, begins)
         assert spelt.shape == (shape[0], max([1, *lengths.tolist()]))
-        for row, count, start, got, length in zip(ids, counts, begins, spelt, lengths):
+        for row, count, start, row_ids, length in zip(ids, counts, begins, spelt, lengths):
             expected = token_map.opening_ids.tolist() if start and count else []
             expected += spell(token_map, row[:count].tolist())
-            assert got[:length].tolist() == expected and (got[length:] == 0).all()
+            assert row_ids[:length].tolist() == expected and (row_ids[length:] == 0).all()
 
 
 def test_saved_and_loaded(tokenizer, tmp_path):

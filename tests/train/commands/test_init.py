@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import shlex
 import shutil
 
@@ -15,6 +16,7 @@ from draftsmith.speculators.registry import FAMILIES
 from draftsmith.train.commands import init
 from draftsmith.train.commands.new_recipe import run_name
 from draftsmith.train.data.packing import knows_thinking
+from draftsmith.train.planner import plan
 from draftsmith.train.planner.devices import this_cpu
 from draftsmith.train.planner.plan import make_plan
 from draftsmith.train.recipe.load import load_recipe
@@ -23,6 +25,7 @@ from tests.support.cli import call, refused
 from tests.support.quickstart_data import source
 from tests.support.targets import TOKENIZER
 
+COMMENT = re.compile(r"\S( +)# ")  # behind a value
 THINKING = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "
     "{% if enable_thinking is not defined or enable_thinking %}<think>{% endif %}"
@@ -77,6 +80,14 @@ def test_init_of_a_thinking_model_sets_the_mode_and_the_length(flag, least, chat
     assert recipe.regenerate.max_new_tokens >= min(least, longest // 2)
 
 
+def test_init_says_of_texts_that_they_pass_through_no_template(chats, tmp_path):
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text("".join(f'{{"prompt": "Why {i}?", "completion": "So."}}\n' for i in range(20)))
+    printed = call(*options(TOKENIZER, texts, tmp_path / "texts.yaml", "--gpu", "h100"))[1]
+    assert "20 are texts" in printed and "columns: {user: prompt, assistant: completion}" in printed
+    assert "are texts" not in call(*options(TOKENIZER, chats, tmp_path / "my.yaml"))[1]
+
+
 def test_init_where_writing_takes_long_names_servers(chats, tmp_path, monkeypatch):
     monkeypatch.setattr("draftsmith.train.commands.init.HOUR", 0.0)
     out = tmp_path / "my.yaml"
@@ -112,6 +123,19 @@ def test_init_of_folders_with_signs_of_yaml_names_them_in_the_recipe(chats, tmp_
     assert [source.path for source in load_recipe(out).data.train] == [str(data)]
 
 
+def test_init_on_a_cpu_tokenises_the_data_for_its_plan_once(chats, tmp_path, monkeypatch):
+    count = plan.count_tokens
+    calls = []
+    monkeypatch.setattr(
+        plan, "count_tokens", lambda recipe, examples: calls.append(recipe) or count(recipe)
+    )
+    out = tmp_path / "my.yaml"
+    call(*options(TOKENIZER, chats, out, "--gpu", "cpu"))
+    assert len(calls) == 1
+    gaps = {match[1] for line in out.read_text().splitlines() if (match := COMMENT.search(line))}
+    assert gaps == {" "}  # comments stand alike
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_init_on_a_cpu_takes_what_a_core_can_do(family, chats, tmp_path, monkeypatch):
@@ -140,7 +164,7 @@ def test_init_on_a_cpu_takes_what_a_core_can_do(family, chats, tmp_path, monkeyp
     assert "Without a GPU" in out.read_text()
 
 
-def said(number: int, *more: tuple[str, str]) -> str:
+def chat(number: int, *more: tuple[str, str]) -> str:
     turns = [("human", f"{number}: what is two and two?"), ("gpt", "Four."), *more]
     return json.dumps({"conversations": [{"from": who, "value": text} for who, text in turns]})
 
@@ -150,12 +174,17 @@ def test_init_of_conversations_with_faults_writes_a_recipe_that_prepare_takes(
 ):
     """Rows are held out by their number in the file, where bad ones count."""
     monkeypatch.chdir(tmp_path)
-    lines = [said(i) for i in range(20)]
-    lines[0] = said(0, ("human", ""), ("gpt", "Nothing was asked."))
+    lines = [chat(i) for i in range(20)]
+    lines[0] = chat(0, ("human", ""), ("gpt", "Nothing was asked."))
     lines[1] = "{"
     lines[7] = json.dumps({"conversations": [{"from": "gpt", "value": "Go on."}] * 2})
     lines[8] = json.dumps(
-        {"conversations": [{"from": "gpt", "value": "So."}, *json.loads(said(8))["conversations"]]}
+        {
+            "conversations": [
+                {"from": "gpt", "value": "So."},
+                *json.loads(chat(8))["conversations"],
+            ]
+        }
     )
     chats, out = tmp_path / "chats.jsonl", tmp_path / "new" / "my.yaml"
     chats.write_text("\n".join(lines))
@@ -173,8 +202,8 @@ def test_init_of_conversations_with_faults_writes_a_recipe_that_prepare_takes(
 def test_init_of_too_few_conversations_is_refused(count, validation, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     chats, held_out = tmp_path / "chats.jsonl", tmp_path / "held_out.jsonl"
-    chats.write_text("\n".join([*(said(i) for i in range(count)), "{"]))
-    held_out.write_text(said(0))
+    chats.write_text("\n".join([*(chat(i) for i in range(count)), "{"]))
+    held_out.write_text(chat(0))
     more = ("--validation", str(held_out)) if validation else ()
     out = tmp_path / "my.yaml"
     assert f"{count} conversations" in refused(*options(TOKENIZER, chats, out, *more))

@@ -178,9 +178,9 @@ def test_bad_rows_of_held_out_data_are_not_bounded(tmp_path):
 def test_conversations_that_begin_with_the_assistant_lose_those_turns(tmp_path):
     """They are parts of longer ones; what is left begins with the user, and is no bad row."""
     user, assistant = GOOD["messages"]
-    said = [[assistant, user, assistant], [assistant, assistant, user], [user, assistant]]
+    conversations = [[assistant, user, assistant], [assistant, assistant, user], [user, assistant]]
     path = tmp_path / "chats.jsonl"
-    path.write_text("\n".join(json.dumps({"messages": turns}) for turns in said))
+    path.write_text("\n".join(json.dumps({"messages": turns}) for turns in conversations))
     bad = BadRows(stop=True)
     examples = load_sources([Source(path=str(path))], bad=bad)
     assert [list(example.messages) for example in examples] == [

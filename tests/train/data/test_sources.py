@@ -36,7 +36,7 @@ ROWS = {
 }
 
 
-def said(example: Example) -> list[tuple[str, str]]:
+def turns_of(example: Example) -> list[tuple[str, str]]:
     return [(m["role"], m["content"]) for m in example.messages]
 
 
@@ -83,7 +83,7 @@ def test_a_known_data_set_is_read_by_its_name(name, monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     (example,) = load_sources([Source(name=name, limit=1)])
     system = [("system", "S")] if name == "openhermes" else []
-    assert said(example) == [*system, ("user", "Q"), ("assistant", "A")]
+    assert turns_of(example) == [*system, ("user", "Q"), ("assistant", "A")]
     assert example.workload == name
     known = PRESETS[name]
     assert calls == [(known["name"], known.get("config"), known.get("split", "train"), False)]
@@ -118,14 +118,14 @@ def test_columns_of_any_name(tmp_path):
 
     question = {"user": "ask", "input": "with", "assistant": "say", "reasoning": "think"}
     example = read(**question, system="sys", workload="kind", tools="fns")
-    assert said(example) == [
+    assert turns_of(example) == [
         ("system", "Be brief."),
         ("user", "Do it.\n\nx = 1"),
         ("assistant", "Done."),
     ]
     assert example.messages[-1]["reasoning_content"] == "hm"
     assert (example.workload, example.tools) == ("code", ({"name": "f"},))
-    assert said(read(messages="talk")) == [("user", "Q"), ("assistant", "A")]
+    assert turns_of(read(messages="talk")) == [("user", "Q"), ("assistant", "A")]
     text = read(prompt="ask", completion="say")
     assert (text.prompt, text.completion) == ("Do it.", "Done.")
     with pytest.raises(BadRow, match=r"rows.jsonl:1: .*'question', which columns.user names"):
@@ -212,8 +212,8 @@ def test_tables_are_read(tmp_path):
     assert first_texts(path=str(tmp_path / "saved"), split="train[1:]") == ["c"]
     columns = {"user": "ask", "assistant": "say"}
     row, number = load_sources([Source(path=str(tmp_path / "rows.csv"), columns=columns)])
-    assert said(row) == [("user", "Q"), ("assistant", "A,\nb")]
-    assert said(number)[1] == ("assistant", "2") and number.origin.endswith("rows.csv:4")
+    assert turns_of(row) == [("user", "Q"), ("assistant", "A,\nb")]
+    assert turns_of(number)[1] == ("assistant", "2") and number.origin.endswith("rows.csv:4")
     (tmp_path / "torn.parquet").write_bytes(b"PAR1")
     with pytest.raises(DataError, match="torn.parquet: cannot be read after 0 rows"):
         first_texts(path=str(tmp_path / "torn.parquet"))
@@ -280,12 +280,12 @@ def test_duplicates_differ_in_nothing_that_matters():
         ],
     ]
     kept, out = deduplicate(lists, responses=False)
-    assert [[e.origin for e in some] for some in kept] == [["1"], ["4"], ["5", "6"]]
+    assert [[e.origin for e in examples] for examples in kept] == [["1"], ["4"], ["5", "6"]]
     assert {(item.origin, item.like, item.why) for item in out} == {
         (o, "1", "duplicate") for o in "237"
     }
     kept, _ = deduplicate(lists, responses=True)
-    assert [[e.origin for e in some] for some in kept] == [["1", "2"], ["4"], ["5", "6"]], (
+    assert [[e.origin for e in examples] for examples in kept] == [["1", "2"], ["4"], ["5", "6"]], (
         "another answer is new"
     )
 

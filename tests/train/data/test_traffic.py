@@ -33,9 +33,9 @@ def reader(**defaults) -> TrafficReader:
 
 
 def exchange(**changes) -> LoggedExchange:
-    said = {"messages": MESSAGES, "prompt_token_ids": PROMPT, "token_ids": TOKENS, "text": ANSWER}
+    texts = {"messages": MESSAGES, "prompt_token_ids": PROMPT, "token_ids": TOKENS, "text": ANSWER}
     return LoggedExchange(
-        **{"time": 1.0, "model": "target", "finish_reason": "stop"} | said | changes
+        **{"time": 1.0, "model": "target", "finish_reason": "stop"} | texts | changes
     )
 
 

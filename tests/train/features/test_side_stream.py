@@ -44,7 +44,7 @@ def test_features_ahead_wait_for_the_stream_in_use_and_are_waited_for_by_it(clai
     assert log[-1][:2] == ("record_event", side)
     batch = features.batch([3, 0])
     read = [tensor for name, stream, tensor in log if name == "record_stream" and stream is side]
-    assert all(any(tensor is given for given in read) for tensor in batch.values())
+    assert all(any(tensor is read_tensor for read_tensor in read) for tensor in batch.values())
     log.clear()
     taken = features.of([3, 0], batch)
     assert log[0] == ("wait_event", main, done)

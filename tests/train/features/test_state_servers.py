@@ -72,21 +72,23 @@ def servers(fakes, target, spec, tmp_path):
     def make(*urls: str, check: bool = True, **options) -> StateServers:
         sections = [EndpointSection(url=url, max_concurrency=3) for url in urls]
         options = {"run": "r0", "unread_bytes": 1e9, "first_pause_s": 0.01} | options
-        made = StateServers(sections, spec, root=tmp_path, say=make.lines.append, **options)
-        running.append(made)
+        servers_of_run = StateServers(
+            sections, spec, root=tmp_path, say=make.lines.append, **options
+        )
+        running.append(servers_of_run)
         if check:
-            made.check(target)
-        return made
+            servers_of_run.check(target)
+        return servers_of_run
 
     make.lines = []
     yield make
-    for each in running:
-        each.close()
+    for opened in running:
+        opened.close()
 
 
 def assert_right(states, target) -> None:
-    for text, got in zip(TEXTS, states, strict=True):
-        torch.testing.assert_close(got, states_of(target, text)[0])
+    for text, text_states in zip(TEXTS, states, strict=True):
+        torch.testing.assert_close(text_states, states_of(target, text)[0])
 
 
 def test_states_are_those_of_the_texts_in_their_order_and_no_file_stays(

@@ -43,24 +43,24 @@ def test_d_pace_is_its_formula() -> None:
 
 
 def test_fixed_weights_sum_to_one() -> None:
-    for given, ratio in (
+    for value, ratio in (
         ({"step_decay": 0.8}, 0.8),
         ({"gamma": 4.0}, math.exp(-0.25)),
         ({"uniform": True}, 1.0),
     ):
-        weights = PositionWeights.parse(given).of_depths(5)
+        weights = PositionWeights.parse(value).of_depths(5)
         assert float(weights.sum()) == pytest.approx(1.0)
         torch.testing.assert_close(weights[1:] / weights[:-1], torch.full((4,), ratio))
 
 
 @pytest.mark.parametrize(
-    "given, key",
+    "value, key",
     [
         ({"gamma": 4.0, "uniform": True}, "position_weights"),
         ({"gamma": 0.0}, "position_weights.gamma"),
         ({"d_pace": True}, "position_weights.d_pace"),
     ],
 )
-def test_what_is_no_weight_is_named(given, key) -> None:
+def test_what_is_no_weight_is_named(value, key) -> None:
     with raises_at(ConfigError, key):
-        PositionWeights.parse(given)
+        PositionWeights.parse(value)

@@ -165,12 +165,12 @@ def test_prompts_that_are_left_out_are_counted(world, tmp_path) -> None:
     file.write_text("\n".join(lines) + "\n", encoding="utf-8")
     built = recipe(prompts=[{"path": str(file)}])
     built = built.model_copy(update={"data": built.data.model_copy(update={"on_bad_row": "drop"})})
-    said: list[str] = []
-    chosen = workloads(built, settings_of(built), said.append, tmp_path)
+    printed: list[str] = []
+    chosen = workloads(built, settings_of(built), printed.append, tmp_path)
     assert sum(map(len, chosen.values())) == 2
-    assert "1 of 4 rows left out" in said[0] and f"{file}:4" in said[0]
+    assert "1 of 4 rows left out" in printed[0] and f"{file}:4" in printed[0]
     assert (tmp_path / "bad_rows.evaluation.jsonl").is_file()
-    assert said[1].startswith("evaluation prompts: 1 left out, which leave no room")
+    assert printed[1].startswith("evaluation prompts: 1 left out, which leave no room")
 
 
 def test_what_cannot_be_evaluated_is_known_before_the_training(world, tmp_path) -> None:

@@ -35,7 +35,7 @@ def reduced(family: str, **drafter: Any) -> Any:
     return recipe_of(family, drafter={"draft_vocab_size": SIZE, **(drafter or SHAPES[family])})
 
 
-def made(recipe: Any, target: FrozenTarget, folder: Any) -> Any:
+def drafter_of(recipe: Any, target: FrozenTarget, folder: Any) -> Any:
     config = drafter_config(recipe, target)
     features: Any = SimpleNamespace(rows=ROWS)
     return make_drafter(recipe, config, target, features, Stages(enabled=False))
@@ -49,7 +49,7 @@ def most_supervised() -> list[int]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_drafter_scores_the_tokens_that_are_supervised_most(family, target, tmp_path):
-    drafter = made(reduced(family), target, tmp_path)
+    drafter = drafter_of(reduced(family), target, tmp_path)
     assert drafter.draft_to_target.tolist() == most_supervised()
 
 
@@ -69,7 +69,7 @@ def test_loss_of_a_reduced_vocabulary_falls(family, tiny_model, tmp_path):
 
 
 def test_projections_of_medusa_start_as_the_rows_of_these_tokens(target, tmp_path):
-    drafter = made(reduced("medusa"), target, tmp_path)
+    drafter = drafter_of(reduced("medusa"), target, tmp_path)
     rows = target.head_weight[drafter.draft_to_target]
     assert all(torch.equal(head.weight, rows) for head in drafter.lm_heads)
 
@@ -77,14 +77,14 @@ def test_projections_of_medusa_start_as_the_rows_of_these_tokens(target, tmp_pat
 def test_training_that_goes_on_takes_rows_of_a_whole_head(target, tmp_path):
     whole = student(target, noise=0.1, from_target={"last": 2})
     folder = export_drafter(whole, tmp_path / "whole", dtype=torch.float32)
-    drafter = made(reduced("draft_model", init_from=str(folder)), target, tmp_path)
+    drafter = drafter_of(reduced("draft_model", init_from=str(folder)), target, tmp_path)
     ids = drafter.draft_to_target
     assert ids.tolist() == most_supervised()
     hidden = torch.randn(3, drafter.config.hidden_size)
     torch.testing.assert_close(drafter.head(hidden), whole.head(hidden)[:, ids])
     # and one that is reduced already keeps its own
     again = export_drafter(drafter, tmp_path / "reduced", dtype=torch.float32)
-    kept = made(recipe_of("draft_model", drafter={"init_from": str(again)}), target, tmp_path)
+    kept = drafter_of(recipe_of("draft_model", drafter={"init_from": str(again)}), target, tmp_path)
     assert torch.equal(kept.draft_to_target, ids)
     (fault,) = inspect_folder(again).faults
     assert (fault.where, fault.warning) == ("draft_vocab_size", True)

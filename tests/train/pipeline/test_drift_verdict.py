@@ -31,9 +31,9 @@ from draftsmith.train.pipeline.drift_verdict import (
 )
 def test_drift_at_its_bounds(before, now, error, drifts):
     newest = Acceptance(100, 1e4, now, error)
-    found = Comparison(Reference("the first day's", before, 0.0), newest)
-    assert found.is_drift is drifts
-    assert advice([found]).startswith("a refresh is worth it" if drifts else "nothing to do")
+    comparison = Comparison(Reference("the first day's", before, 0.0), newest)
+    assert comparison.is_drift is drifts
+    assert advice([comparison]).startswith("a refresh is worth it" if drifts else "nothing to do")
 
 
 def test_error_of_the_reference_counts_too():
@@ -67,9 +67,9 @@ def day(start: float, units: int = 40, source: str = "replay", k: int = 4) -> Da
     ],
 )
 def test_days_that_are_compared_are_measured_alike_and_have_enough(days, newest, first):
-    found = newest_day(days)
-    assert (found and found.start) == newest
-    reference = found and first_day(days, found)
+    latest = newest_day(days)
+    assert (latest and latest.start) == newest
+    reference = latest and first_day(days, latest)
     assert (reference and reference.length) == (first and 1.0 + first)
 
 
@@ -79,9 +79,9 @@ def test_standard_error_is_that_of_the_ratio_over_conversations():
     rounds = rng.integers(5, 60, 400)
     accepted = rng.binomial(4 * rounds, rng.beta(2, 5, 400))
     totals = np.stack([rounds, accepted], 1)
-    found = Acceptance.of([tuple(pair) for pair in totals.tolist()])
+    acceptance = Acceptance.of([tuple(pair) for pair in totals.tolist()])
     draws = totals[rng.integers(0, 400, (4000, 400))].sum(1)
     spread = np.std(draws[:, 1] / draws[:, 0])
-    assert found.length == pytest.approx(1 + accepted.sum() / rounds.sum())
-    assert found.error == pytest.approx(spread, rel=0.05)
-    assert found.tokens == totals.sum() and found.units == 400
+    assert acceptance.length == pytest.approx(1 + accepted.sum() / rounds.sum())
+    assert acceptance.error == pytest.approx(spread, rel=0.05)
+    assert acceptance.tokens == totals.sum() and acceptance.units == 400

@@ -27,17 +27,17 @@ BOTH = {"engines": ["draftsmith", "vllm"]}
 
 
 def recipe(gates: dict | None = None, regenerate: dict | None = None, **evaluation):
-    own = {"evaluation": evaluation, "gates": gates or {}, "regenerate": regenerate or {}}
-    return recipe_of("eagle3", data={"train": SOURCES, "validation": SOURCES}, **own)
+    sections = {"evaluation": evaluation, "gates": gates or {}, "regenerate": regenerate or {}}
+    return recipe_of("eagle3", data={"train": SOURCES, "validation": SOURCES}, **sections)
 
 
 def test_without_vllm_a_run_is_measured_here_alone_unless_a_gate_needs_it(monkeypatch, tmp_path):
     """The gate stops it before it trains."""
     monkeypatch.setenv(PYTHON, "/nowhere/python")
-    said: list[str] = []
+    lines: list[str] = []
     ours = {"draftsmith": RuntimeEngine}
-    assert engines_of(recipe(), said.append) == ours and not said
-    assert engines_of(recipe(**BOTH), said.append) == ours and len(said) == 1
+    assert engines_of(recipe(), lines.append) == ours and not lines
+    assert engines_of(recipe(**BOTH), lines.append) == ours and len(lines) == 1
     with pytest.raises(ConfigError, match=PYTHON):
         engines_of(recipe(engines=["vllm"]))
     written = tmp_path / "recipe.yaml"
@@ -126,8 +126,8 @@ def test_what_needs_a_target_that_decodes_is_refused_before_it_begins(tiny_model
     keys = "data.validation, evaluation.engines: [draftsmith], regenerate.enabled"
     with raises_at(UnsupportedTarget, keys):
         require_abilities(recipe(), features_alone)
-    there = {"enabled": True, "endpoints": [{"url": "http://x/v1"}]}
-    require_abilities(recipe(engines=["vllm"], regenerate=there), features_alone)
+    by_server = {"enabled": True, "endpoints": [{"url": "http://x/v1"}]}
+    require_abilities(recipe(engines=["vllm"], regenerate=by_server), features_alone)
 
 
 @pytest.mark.parametrize(

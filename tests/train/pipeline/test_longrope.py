@@ -55,7 +55,7 @@ def test_target_writer_and_drafter_of_a_run_turn_alike(
         torch.testing.assert_close(rotary.inv_freq, expected)
     assert writer.llm.engine.max_model_len == max(max_length, ORIGINAL)
     trained = Trained(drafter, TrainState(step=1), tokenizer, {})
-    own = read_fields(export(recipe, trained))["draftsmith"]
-    assert own["longrope_length"] == max(max_length, ORIGINAL)
-    said = " ".join(capsys.readouterr().out.split())
-    assert "LongRoPE" in said and served in said
+    section = read_fields(export(recipe, trained))["draftsmith"]
+    assert section["longrope_length"] == max(max_length, ORIGINAL)
+    output = " ".join(capsys.readouterr().out.split())
+    assert "LongRoPE" in output and served in output

@@ -107,9 +107,9 @@ def contents(folder: Path) -> dict[str, bytes]:
     }
 
 
-def staged(folder: Path, out: Path, said: list[str] | None = None, **options) -> dict[str, bytes]:
+def staged(folder: Path, out: Path, lines: list[str] | None = None, **options) -> dict[str, bytes]:
     out.mkdir()
-    say = [].append if said is None else said.append
+    say = [].append if lines is None else lines.append
     return contents(assemble(folder, REPO, out, PushOptions(**options), say=say))
 
 
@@ -140,14 +140,14 @@ def test_what_arrives_is_the_run_and_the_run_is_only_read(hub, run):
 
 @pytest.mark.slow
 def test_no_absolute_path_is_sent(tiny_model, tmp_path):
-    root, said = tmp_path / "somebody" / "run", []
+    root, lines = tmp_path / "somebody" / "run", []
     made_run(tiny_model, root, root.parent / "private-target")
-    files = staged(root, tmp_path / "staged", said)
+    files = staged(root, tmp_path / "staged", lines)
     assert set(files) == ALL - {"recipe.yaml", "report.html"}
     for name, content in files.items():
         assert str(tmp_path).encode() not in content, name
     assert b"private-target" in files["README.md"]
-    assert "base_model" not in metadata(files["README.md"]) and len(said) == 2
+    assert "base_model" not in metadata(files["README.md"]) and len(lines) == 2
 
 
 def test_a_card_beside_the_drafter_is_sent_as_it_is(copy, tmp_path):
@@ -190,8 +190,8 @@ def test_without_a_report_of_these_files_the_card_has_no_figure(copy, tmp_path, 
         tensors = load_file(copy / "export" / "model.safetensors")
         tensors["norm.weight"] += 1
         save_file(tensors, copy / "export" / "model.safetensors", metadata={"format": "pt"})
-    said: list[str] = []
-    files = staged(copy, tmp_path / "staged", said)
+    lines: list[str] = []
+    files = staged(copy, tmp_path / "staged", lines)
     assert not {"acceptance.json", "report.html"} & set(files)
     assert "Nothing: no acceptance report" in files["README.md"].decode()
     if change != "no report":
@@ -262,11 +262,11 @@ def test_a_run_pushes_itself_once_its_gates_are_passed(hub, copy):
     recipe = load_recipe(
         copy / "recipe.yaml", ["export.push_to_hub=org/head", f"output_dir={copy}"]
     )
-    said: list[str] = []
-    push_run(recipe, 1, said.append)
-    assert hub.repositories == {} and len(said) == 1
-    push_run(recipe, 0, said.append)
-    assert hub.repositories[REPO].private and said[-1].startswith("org/head (private): https")
+    lines: list[str] = []
+    push_run(recipe, 1, lines.append)
+    assert hub.repositories == {} and len(lines) == 1
+    push_run(recipe, 0, lines.append)
+    assert hub.repositories[REPO].private and lines[-1].startswith("org/head (private): https")
     hub.failure = RuntimeError("503")
     with pytest.raises(HubError, match=f"draftsmith push {copy} org/head"):
-        push_run(recipe, 0, said.append)
+        push_run(recipe, 0, lines.append)

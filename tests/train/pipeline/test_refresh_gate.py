@@ -86,29 +86,29 @@ def test_gate_refuses_texts_of_another_hand_however_well_they_are_drafted(noise,
     foreign = shuffled(written(temperature))
     if noise == "another model":
         foreign = written(temperature, seed=1)
-    found = judge(target, (weak, strong), [foreign], 3)
-    own = judge(target, (weak, strong), [written(temperature)], 3)
-    assert found.excess - 2 * found.excess_error > 0.1
-    assert own.excess < 3 * own.excess_error
-    gained = Judgement(TEXTS, TEXTS, 2.0, 2.5, 0.01, found.excess, found.excess_error)
+    of_another = judge(target, (weak, strong), [foreign], 3)
+    of_target = judge(target, (weak, strong), [written(temperature)], 3)
+    assert of_another.excess - 2 * of_another.excess_error > 0.1
+    assert of_target.excess < 3 * of_target.excess_error
+    gained = Judgement(TEXTS, TEXTS, 2.0, 2.5, 0.01, of_another.excess, of_another.excess_error)
     (reason,) = refusals(gained, gained)
     assert "not the target's own" in reason
 
 
-def found(before=2.0, after=2.0, error=0.01, excess=0.0) -> Judgement:
+def judgement(before=2.0, after=2.0, error=0.01, excess=0.0) -> Judgement:
     return Judgement(100, 100, before, after, error, excess, 0.0)
 
 
 @pytest.mark.parametrize(
     ("newest", "old", "count"),
     [
-        (found(after=2.03), found(), 0),
-        (found(after=2.0199), found(), 1),
-        (found(after=2.03), found(after=1.981), 0),
-        (found(after=2.03), found(after=1.979), 1),  # 2 % of τ - 1, not of τ
-        (found(after=math.nan), found(after=math.nan), 2),
-        (found(after=2.03, excess=0.11), found(), 1),
-        (found(after=2.03, excess=math.nan), found(), 1),
+        (judgement(after=2.03), judgement(), 0),
+        (judgement(after=2.0199), judgement(), 1),
+        (judgement(after=2.03), judgement(after=1.981), 0),
+        (judgement(after=2.03), judgement(after=1.979), 1),  # 2 % of τ - 1, not of τ
+        (judgement(after=math.nan), judgement(after=math.nan), 2),
+        (judgement(after=2.03, excess=0.11), judgement(), 1),
+        (judgement(after=2.03, excess=math.nan), judgement(), 1),
     ],
 )
 def test_refusals_at_their_bounds(newest, old, count):

@@ -38,7 +38,7 @@ LAYERS = 94  # as Qwen3-235B-A22B has
 
 
 def recipe_from_disk(folder: Path, **sections: Any) -> Recipe:
-    own = {
+    fields = {
         "target": {"model": str(folder / "target")},
         "output_dir": str(folder / "run"),
         "data": {
@@ -52,7 +52,7 @@ def recipe_from_disk(folder: Path, **sections: Any) -> Recipe:
         "training": {"steps": 3, "batch_size": 1, "eval_every": 3, "mixed_precision": "no"},
         "evaluation": {"max_tokens": 4, "num_speculative_tokens": 2},
     }
-    return recipe_of("eagle3", **own | sections)
+    return recipe_of("eagle3", **fields | sections)
 
 
 def trained(recipe: Recipe) -> Trained:
@@ -63,8 +63,8 @@ def trained(recipe: Recipe) -> Trained:
 def decoder_layers() -> int:
     """Layers of the target with weights in memory."""
     gc.collect()
-    modules = [each for each in gc.get_objects() if isinstance(each, nn.Module)]
-    layers = [each for each in modules if type(each).__name__ == "Qwen3MoeDecoderLayer"]
+    modules = [item for item in gc.get_objects() if isinstance(item, nn.Module)]
+    layers = [item for item in modules if type(item).__name__ == "Qwen3MoeDecoderLayer"]
     return sum(not next(layer.parameters()).is_meta for layer in layers)
 
 
@@ -166,12 +166,12 @@ def test_load_target_with_sharding_reads_shards_or_says_that_it_reads_the_whole(
     save_quantised(model, tmp_path / "fp8", "fp8")
     scenarios = [Scenario(name, 2, arguments={"name": name}) for name in ("plain", "fp8")]
     results = in_worlds(loaded_in_shards, scenarios, tmp_path)
-    said, in_shards, student = results["plain"]
+    output, in_shards, student = results["plain"]
     assert in_shards
-    assert "the whole target" not in said
+    assert "the whole target" not in output
     recipe = recipe_of("draft_model", drafter={"from_target": [0, 2]})
     weights = {name: torch.from_numpy(array) for name, array in student.items()}
     assert_equal(weights, student_of(recipe, FrozenTarget(model)))
-    said, in_shards, _ = results["fp8"]
+    output, in_shards, _ = results["fp8"]
     assert not in_shards
-    assert "the whole target" in said
+    assert "the whole target" in output

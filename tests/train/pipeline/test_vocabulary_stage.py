@@ -60,8 +60,8 @@ def run_of(target: Path, folder: Path, **sections: Any) -> Recipe:
 
 def chosen(recipe: Recipe, accelerator: Accelerator | None = None) -> Any:
     accelerator = accelerator or Accelerator(cpu=True)
-    made = with_draft_vocabulary(recipe, accelerator, Stages(enabled=False))
-    return made.drafter.draft_vocab_size
+    completed = with_draft_vocabulary(recipe, accelerator, Stages(enabled=False))
+    return completed.drafter.draft_vocab_size
 
 
 def prefer(monkeypatch, favourite: int) -> None:
@@ -168,8 +168,8 @@ def test_drafter_whose_vocabulary_is_given_is_refused_before_anything_is_loaded(
     target, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(vocabulary_stage, "load_target", lambda *_: pytest.fail("it was loaded"))
-    own = run_of(target, tmp_path).model_dump(mode="json")
-    sections = {name: own[name] for name in ("target", "output_dir", "data", "evaluation")}
+    fields = run_of(target, tmp_path).model_dump(mode="json")
+    sections = {name: fields[name] for name in ("target", "output_dir", "data", "evaluation")}
     block = SHAPES["dflash2"] | AUTO
     with pytest.raises(ConfigError, match="selector's codebooks are over all tokens"):
         chosen(recipe_of("dflash2", drafter=block, **sections))

@@ -138,16 +138,16 @@ def test_dspark_starts_from_a_dflash_head(tiny_model, tmp_path):
     target, head = make(CASES["dflash"], tiny_model("llama"))
     export_drafter(head, tmp_path / "dflash", dtype=torch.float32)
     drafter = {"init_from": str(tmp_path / "dflash"), "markov_rank": 8}
-    given = recipe_of("dspark", drafter=drafter, training={"steps": 1})
-    config = drafter_config(given, target)
+    recipe = recipe_of("dspark", drafter=drafter, training={"steps": 1})
+    config = drafter_config(recipe, target)
     assert (config.family, config.markov_rank, config.first_slot) == ("dspark", 8, 1)
-    started = make_drafter(given, config, target, NO_ROWS, None).state_dict()
+    started = make_drafter(recipe, config, target, NO_ROWS, None).state_dict()
     block = head.state_dict()
     assert all(torch.equal(started[name], tensor) for name, tensor in block.items())
     assert {name.split(".")[0] for name in set(started) - set(block)} == {
         "markov_head",
         "confidence_head",
     }
-    given = recipe_of("dspark", drafter=drafter | {"num_layers": 4})
+    recipe = recipe_of("dspark", drafter=drafter | {"num_layers": 4})
     with raises_at(ConfigError, "drafter.num_layers"):
-        drafter_config(given, target)
+        drafter_config(recipe, target)

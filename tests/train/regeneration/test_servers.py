@@ -207,9 +207,9 @@ def test_what_a_server_refuses_is_left_out_and_said(write, fakes):
 
     fakes[A].fail = fail
     responses = write(A)
-    said = "".join(write.lines)
+    output = "".join(write.lines)
     assert 0 < len(responses) < 36
-    assert f"{36 - len(responses)} left out" in said and "too hard" in said
+    assert f"{36 - len(responses)} left out" in output and "too hard" in output
 
 
 def test_a_server_of_another_model_is_refused(write, fakes, tokenizer):
@@ -272,8 +272,8 @@ def test_a_server_writes_what_this_process_writes(write, serving, tiny_model, to
     model.generation_config.eos_token_id = other.generation_config.eos_token_id = list(ENDS)
     own_llm, wrong = (LLM(source, tokenizer=tokenizer, max_num_seqs=8) for source in (model, other))
     options = {"turns": "all", "llm": own_llm}
-    there = LLM(model, tokenizer=tokenizer, max_num_seqs=8)
-    url = serving(there, served_model_name=("target",)) + "/v1"
+    server_model = LLM(model, tokenizer=tokenizer, max_num_seqs=8)
+    url = serving(server_model, served_model_name=("target",)) + "/v1"
     responses = write(url, folder="there", **options)
     assert responses == write(folder="here", **options)
     assert {r.temperature for r in responses} == {0.0, 1.0}

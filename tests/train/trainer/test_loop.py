@@ -390,13 +390,13 @@ def test_the_first_step_whose_kernels_are_compiled_is_left_out_of_the_pace(
 ):
     """100 seconds of compiling, and steps of a second: many fit in three minutes, unless the first
     one is all that is measured."""
-    said = list[str]()
+    lines = list[str]()
     clock = SimpleNamespace(seconds=0.0)
     monkeypatch.setattr(
         "draftsmith.train.trainer.trainer.time", SimpleNamespace(monotonic=lambda: clock.seconds)
     )
     recipe = make_recipe(steps=12, max_minutes=3.0, save_every=100)
-    trainer = make_trainer(tiny_model, tmp_path, recipe, say=said.append)
+    trainer = make_trainer(tiny_model, tmp_path, recipe, say=lines.append)
     trainer.log_every = log_every
     real = trainer.step
 
@@ -406,7 +406,7 @@ def test_the_first_step_whose_kernels_are_compiled_is_left_out_of_the_pace(
 
     trainer.step = timed
     trainer.run()
-    assert len(said) == warnings
+    assert len(lines) == warnings
 
 
 def test_d_pace_tokens_outside_the_draft_vocabulary_have_no_probability(tiny_model, tmp_path):
@@ -438,22 +438,22 @@ def test_d_pace_tokens_outside_the_draft_vocabulary_have_no_probability(tiny_mod
 def on_clock(monkeypatch, trainer, seconds_a_look: float) -> tuple[list[str], list[tuple]]:
     """(lines said, (share, note) of the progress) of a run whose clock goes on with every look at
     it."""
-    clock, said, told = iter(np.arange(0, 1e6, seconds_a_look)), [], []
+    clock, lines, told = iter(np.arange(0, 1e6, seconds_a_look)), [], []
     monkeypatch.setattr(
         "draftsmith.train.trainer.trainer.time", SimpleNamespace(monotonic=lambda: next(clock))
     )
-    trainer.say = said.append
+    trainer.say = lines.append
     trainer.run(lambda share, note: told.append((share, note)))
-    return said, told
+    return lines, told
 
 
 def test_run_over_a_short_budget_says_how_few_steps_fit_and_never_exceeds_it(
     tiny_model, tmp_path, monkeypatch
 ):
     trainer = make_trainer(tiny_model, tmp_path, make_recipe(steps=None, max_minutes=1.0))
-    said, told = on_clock(monkeypatch, trainer, 0.5)
-    (warning,) = said
-    fitting = int(re.search(r"(\d+) steps fit in 1 minutes", warning)[1])
+    lines, told = on_clock(monkeypatch, trainer, 0.5)
+    (warning,) = lines
+    fitting = int(re.search(r"(\d+) steps fit in 1 min\b", warning)[1])
     assert 1 < fitting < FEW_STEPS and abs(fitting - trainer.state.step) <= 1
     assert "training.batch_size" in warning and told[-1][0] == 1.0
     assert trainer.state.seconds >= 60
@@ -463,8 +463,8 @@ def test_step_that_takes_long_tells_what_it_computes_and_that_it_outlives_the_bu
     tiny_model, tmp_path, monkeypatch
 ):
     trainer = make_trainer(tiny_model, tmp_path, make_recipe(steps=None, max_minutes=1.0))
-    said, told = on_clock(monkeypatch, trainer, 30.0)
-    assert said == [first_step_warning(1.0)] and trainer.state.step == 1
+    lines, told = on_clock(monkeypatch, trainer, 30.0)
+    assert lines == [first_step_warning(1.0)] and trainer.state.step == 1
     within = [note for share, note in told if share == 0]
     assert "step 1, depth 2 of 3" in within and "step 1, gradients" in within
     assert told[-1][0] == 1.0
@@ -472,6 +472,6 @@ def test_step_that_takes_long_tells_what_it_computes_and_that_it_outlives_the_bu
 
 def test_pace_warning_counts_steps_that_fit() -> None:
     assert pace_warning(2.9, 1.0) == "" == pace_warning(100, 1.0, spent=50, steps=30)
-    assert "85 s: 2 steps fit in 3 minutes" in pace_warning(85, 3.0)
+    assert "85 s: 2 steps fit in 3 min" in pace_warning(85, 3.0)
     assert "1 step fits" in pace_warning(767, 3.0)
     assert "4 steps fit" in pace_warning(20, 1.0, spent=15, steps=2)

@@ -144,8 +144,8 @@ def test_options_of_both_methods_are_given_side_by_side():
     assert config.beside.method == "suffix"
     assert config.beside.suffix_decoding_max_spec_factor == 2.0
     assert config.beside.num_speculative_tokens == K
-    given = {**HEAD, "with": "ngram", "adaptive_verification_costs": CHEAP}
-    length = make_draft_length(parse_speculative_config(given))
+    fields = {**HEAD, "with": "ngram", "adaptive_verification_costs": CHEAP}
+    length = make_draft_length(parse_speculative_config(fields))
     assert isinstance(length, GatedDraftLength)
     assert not length.needs_costs
     assert make_draft_length(config).needs_costs

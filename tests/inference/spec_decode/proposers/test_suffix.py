@@ -24,12 +24,12 @@ def occurrences(texts, depth) -> Counter:
     return counts
 
 
-def by_counting(own, served, options, most) -> list[int]:
+def by_counting(written, served, options, most) -> list[int]:
     """The definition: for every match length go on with the most frequent follower, of equals the
     last one to become so; the best sum of probabilities, the request's own text and longer matches
     first."""
     best, drafted, depth = 0.0, [], options["max_tree_depth"]
-    for texts in ([own], served):
+    for texts in ([written], served):
         expected = occurrences(texts, depth)
         last = {}  # pattern -> when it was last counted
         for i, text in enumerate(texts):
@@ -37,8 +37,8 @@ def by_counting(own, served, options, most) -> list[int]:
                 last |= {
                     tuple(text[start:end]): (i, end) for start in range(max(0, end - depth), end)
                 }
-        for m in range(min(depth - 1, len(own)), 0, -1):
-            pattern = tuple(own[-m:])
+        for m in range(min(depth - 1, len(written)), 0, -1):
+            pattern = tuple(written[-m:])
             budget = min(most, int(m * options["max_spec_factor"] + 1e-6), depth - m)
             tokens, probability, score = [], 1.0, 0.0
             while len(tokens) < budget and expected[pattern]:
@@ -65,8 +65,8 @@ OPTIONS = dict(max_tree_depth=12, max_cached_requests=10, max_spec_factor=1.0, m
 
 
 def proposer_of(**options: Any) -> SuffixProposer:
-    given = {f"suffix_decoding_{name}": value for name, value in (OPTIONS | options).items()}
-    return SuffixOptions(method="suffix", num_speculative_tokens=8, **given).make_proposer()
+    fields = {f"suffix_decoding_{name}": value for name, value in (OPTIONS | options).items()}
+    return SuffixOptions(method="suffix", num_speculative_tokens=8, **fields).make_proposer()
 
 
 @pytest.mark.parametrize(

@@ -55,8 +55,8 @@ def test_a_cut_student_is_the_target_with_layers_passed_over(
     (left,) = {0, 1, 2} - set(kept)
 
     def pass_on(module, args, kwargs, output):
-        given = args[0] if args else kwargs["hidden_states"]
-        return (given, *output[1:]) if isinstance(output, tuple) else given
+        hidden_states = args[0] if args else kwargs["hidden_states"]
+        return (hidden_states, *output[1:]) if isinstance(output, tuple) else hidden_states
 
     handle = target._parts.layers[left].register_forward_hook(pass_on, with_kwargs=True)
     expected = model(IDS).logits
