@@ -110,7 +110,10 @@ def _stated_by_hub(name: str, revision: str | None) -> dict[str, str]:
 
 def _place(key: str) -> Path:
     """Where what is known of a key is kept."""
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    home = os.path.expanduser("~")
+    if home == "~":  # of a user without one, as in containers: nothing is kept
+        home = os.devnull
+    root = Path(os.environ.get("XDG_CACHE_HOME") or f"{home}/.cache")
     name = hashlib.sha256(key.encode()).hexdigest()[:32]
     return root / "draftsmith" / "digests" / f"{name}.json"
 

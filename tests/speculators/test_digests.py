@@ -139,3 +139,13 @@ def test_weights_elsewhere_without_the_hub_are_an_error(sharded):
     sharded("model-0.safetensors")
     with pytest.raises(HubError):
         model_weights_sha256("org/model")
+
+
+def test_a_user_without_a_home_reads_weights_every_time(tmp_path, monkeypatch, reads):
+    """As those of containers are: there is no place where a digest could be kept."""
+    file = write(tmp_path / "model.safetensors", b"weights")
+    expected = file_sha256(file)
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)
+    assert file_sha256(file) == file_sha256(file) == expected
+    assert len(reads) == 3

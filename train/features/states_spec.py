@@ -7,6 +7,7 @@ and the trainer reads from no other."""
 from __future__ import annotations
 
 import getpass
+import os
 import re
 import tempfile
 from collections.abc import Sequence
@@ -76,4 +77,8 @@ def states_root(folder: str | None) -> Path:
     if folder is not None:
         return Path(folder).absolute()
     parent = SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
-    return parent / f"draftsmith-{getpass.getuser()}"
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a number without a name, as the users of containers are
+        user = str(os.getuid())
+    return parent / f"draftsmith-{user}"

@@ -29,6 +29,7 @@ from draftsmith.inference.provenance import text_sha256
 from draftsmith.speculators.digests import model_weights_sha256
 from draftsmith.speculators.errors import DataError
 from draftsmith.speculators.hub import cached_folder
+from draftsmith.speculators.target.adapted import config_source
 from draftsmith.speculators.target.frozen_target import FrozenTarget
 from draftsmith.speculators.target.longrope import trained_length
 from draftsmith.train.data.arrow_tables import facts_of, remove_abandoned
@@ -149,7 +150,7 @@ class DataStage:
         self.tokenizer = conversation_tokenizer(recipe.data, tokenizer, self._date(tokenizer))
         self.folder = Path(recipe.output_dir) if accelerator.is_main_process else None
         self.bad = bad_rows(recipe.data, self.folder, stage=stage)
-        folder = cached_folder(recipe.target.model, recipe.target.revision)
+        folder = cached_folder(*config_source(recipe.target.model, recipe.target.revision))
         template = text_sha256(self.tokenizer.chat_template or tokenizer.chat_template)
         weights = model_weights_sha256(recipe.target.model, recipe.target.revision)
         self.hashes = TargetHashes(weights, config_sha256(folder), str(template))

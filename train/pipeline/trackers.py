@@ -38,7 +38,7 @@ def start(recipe: Recipe, accelerator: Accelerator) -> None:
     offline where it has no key, for which it would ask."""
     if not recipe.trackers:
         return
-    if not (os.environ.get("WANDB_API_KEY") or (Path.home() / ".netrc").exists()):
+    if not (os.environ.get("WANDB_API_KEY") or os.path.exists(os.path.expanduser("~/.netrc"))):
         os.environ.setdefault("WANDB_MODE", "offline")
     folder = Path(recipe.output_dir)
     options: dict[str, dict[str, Any]] = {}

@@ -212,17 +212,18 @@ def _named_tokens(model: Mapping[str, Any]) -> Iterator[int]:
 def _resized(drafter: DraftModel, size: int) -> DraftModel:
     """A copy whose table has `size` rows: the last are cut off, or the new ones are the mean of the
     others, so that none of them is the best."""
-    old = drafter.config.vocab_size
+    config = cast(DraftModelConfig, drafter.config)
+    old = config.vocab_size
     resized = cast(DraftModel, drafter.deep_copy())
     model = resized.model
     model.resize_token_embeddings(size, mean_resizing=False)
     rows = torch.arange(min(old, size))
     for table in (model.get_input_embeddings(), model.get_output_embeddings()):
         table.load_state_dict(mean_elsewhere(table, rows))
-    sizes = sizes_of({**resized.config.model, "vocab_size": size})
-    if resized.config.reduced_vocabulary:
+    sizes = sizes_of({**config.model, "vocab_size": size})
+    if config.reduced_vocabulary:
         del sizes["draft_vocab_size"]
-    resized.config = resized.config.model_copy(update=sizes)
+    resized.config = config.model_copy(update=sizes)
     return resized
 
 

@@ -33,7 +33,7 @@ from draftsmith.train.features.served import Servers
 from draftsmith.train.features.serving_args import serving_args, shell_command
 from draftsmith.train.features.source import InProcess
 from draftsmith.train.features.state_servers import StateServers
-from draftsmith.train.features.states_spec import StatesSpec
+from draftsmith.train.features.states_spec import StatesSpec, states_root
 from draftsmith.train.recipe.data_sections import EndpointSection
 from draftsmith.train.recipe.endpoints import EndpointError
 from tests.support.errors import raises_at
@@ -343,3 +343,12 @@ def test_servers_over_mooncake_are_started_as_hs_connectors_starts_them(spec, tm
     shell = f'hostname() {{ echo 10.0.0.1 10.0.0.2; }}; vllm() {{ echo "${{@: -1}}"; }}; {line}'
     printed = subprocess.run(["bash", "-c", shell], check=True, capture_output=True, text=True)
     assert json.loads(printed.stdout) == expected
+
+
+def test_a_user_without_a_name_has_a_folder_of_states(monkeypatch):
+    def unknown() -> str:
+        raise KeyError("getpwuid(): uid not found: 12345")
+
+    monkeypatch.setattr("getpass.getuser", unknown)
+    monkeypatch.setattr("os.getuid", lambda: 12345)
+    assert states_root(None).name == "draftsmith-12345"

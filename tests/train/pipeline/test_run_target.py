@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import io
+import json
 import shutil
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
+from safetensors.torch import save_file
 from torch import nn
 
 from draftsmith.inference.progress import Stages
@@ -19,6 +21,7 @@ from draftsmith.speculators.errors import CheckpointError, QuantisedTensors
 from draftsmith.speculators.registry import config_for_target, family_class
 from draftsmith.speculators.target.frozen_target import FrozenTarget
 from draftsmith.speculators.target.sharding import is_sharded
+from draftsmith.train.pipeline.data_stage import DataStage, config_sha256
 from draftsmith.train.pipeline.export_stage import Trained, export
 from draftsmith.train.pipeline.run_target import RunTarget, load_target
 from draftsmith.train.pipeline.train_stage import train
@@ -29,7 +32,7 @@ from tests.support.errors import raises_at
 from tests.support.models import make_tiny_model
 from tests.support.quantised import quantise_head, save_quantised
 from tests.support.quickstart_data import source as quickstart
-from tests.support.targets import copy_tokenizer, keep_two_shards
+from tests.support.targets import copy_tokenizer, keep_two_shards, save_target
 from tests.support.training import assert_equal, recipe_of
 from tests.support.worlds import Scenario, in_worlds
 
@@ -175,3 +178,18 @@ def test_load_target_with_sharding_reads_shards_or_says_that_it_reads_the_whole(
     output, in_shards, _ = results["fp8"]
     assert not in_shards
     assert "the whole target" in output
+
+
+def test_data_for_the_folder_of_an_adapter_go_by_the_config_of_its_base(tmp_path):
+    """As a joint training with `export: adapter` leaves one."""
+    base = save_target(tmp_path / "base")
+    folder = tmp_path / "target"
+    folder.mkdir()
+    fields = {"base_model_name_or_path": str(base), "peft_type": "LORA"}
+    (folder / "adapter_config.json").write_text(json.dumps(fields))
+    save_file({"weight": torch.zeros(1)}, folder / "adapter_model.safetensors")
+    copy_tokenizer(folder)
+    recipe = recipe_from_disk(tmp_path)
+    tokenizer = recipe.target.load_tokenizer()
+    data = DataStage(recipe, None, tokenizer, Accelerator(cpu=True), Stages(enabled=False))
+    assert data.hashes.config == config_sha256(base)

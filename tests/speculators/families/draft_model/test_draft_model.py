@@ -165,7 +165,8 @@ def test_a_plain_folder_drafts(
         again = AutoModelForCausalLM.from_pretrained(tmp_path / "again")
         logits = again(IDS).logits
         assert logits.shape[-1] == target.vocab_size
-        torch.testing.assert_close(logits[..., : expected.shape[-1]], expected)
+        known = min(logits.shape[-1], expected.shape[-1])
+        torch.testing.assert_close(logits[..., :known], expected[..., :known])
     tokenizer.save_pretrained(tmp_path / "again")
     for folder in ("draft", "again"):
         drafting = {"method": "draft_model", "model": str(tmp_path / folder)}
