@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -147,7 +148,7 @@ def load_tokenizer(
     advice: str = "pass LLM(tokenizer=folder, repository id or object)",
 ) -> Any:
     """A tokenizer object as it is; otherwise loaded from `tokenizer`, or from where the model came
-    from, in `revision`.
+    from, in `revision`. An adapter's folder without one has that of the model it adapts.
 
     None for a model object that came without one: prompts are then token ids, and texts are empty.
     CheckpointError, with `advice`, if there is none to load."""
@@ -157,6 +158,9 @@ def load_tokenizer(
     if source is None:
         return None
     name, revision = split_revision(str(source), None if tokenizer else revision)
+    base = adapted_model(name)
+    if base is not None and not any(Path(name).glob("tokenizer*")):
+        return load_tokenizer(base, None, trust_remote_code=trust_remote_code, advice=advice)
     try:
         loaded_tokenizer = AutoTokenizer.from_pretrained(
             name, trust_remote_code=trust_remote_code, revision=revision

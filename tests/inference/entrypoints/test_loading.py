@@ -10,9 +10,14 @@ import pytest
 from transformers import GenerationConfig
 
 from draftsmith.inference import LLM
-from draftsmith.inference.entrypoints.loading import default_device, end_of_sequence_ids
+from draftsmith.inference.entrypoints.loading import (
+    default_device,
+    end_of_sequence_ids,
+    load_tokenizer,
+)
 from draftsmith.speculators.errors import ConfigError
 from tests.support.errors import raises_at
+from tests.support.targets import TOKENIZER
 
 ENDS = [7, 9]
 
@@ -33,6 +38,16 @@ def test_end_of_sequence_of_an_adapter_is_that_of_its_model(target, tmp_path):
     (adapter / "adapter_config.json").write_text(json.dumps(fields))
     assert end_of_sequence_ids(str(target), None) == frozenset(ENDS)
     assert end_of_sequence_ids(str(adapter), None) == frozenset(ENDS)
+
+
+def test_tokenizer_of_an_adapter_without_one_is_that_of_its_model(tmp_path):
+    fields = {"base_model_name_or_path": str(TOKENIZER), "peft_type": "LORA"}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(fields))
+    of_model = load_tokenizer(str(TOKENIZER), None)
+    assert load_tokenizer(str(tmp_path), None).get_vocab() == of_model.get_vocab()
+    of_model.add_tokens(["<extra>"])
+    of_model.save_pretrained(tmp_path)
+    assert "<extra>" in load_tokenizer(str(tmp_path), None).get_vocab()
 
 
 def test_end_of_sequence_of_an_adapter_is_that_of_its_models_revision(target, hub_cache, tmp_path):

@@ -187,8 +187,8 @@ def test_the_confidence_head_is_asked(family, model, monkeypatch):
         for depth in range(proposal.width):
             state = next(hidden)
             expected = drafter.head(state).float().softmax(-1).amax(-1)
-            if (own := drafter.confidence(state)) is not None:
-                expected = ((own.clamp(-6, 6) + expected.logit().clamp(-6, 6)) / 2).sigmoid()
+            if (confidence := drafter.confidence(state)) is not None:
+                expected = ((confidence.clamp(-6, 6) + expected.logit().clamp(-6, 6)) / 2).sigmoid()
             torch.testing.assert_close(proposal.confidence[:, depth], expected)
     assert len(proposals) > 2
 
@@ -324,6 +324,7 @@ def test_costs_are_those_of_drafting_after_rounds_without(model, monkeypatch):
     llm = llm_of("eagle3", model, draft_length=policy, max_num_seqs=2)
     llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=4), False, speculate=False)
     round_costs.measure_costs(llm.engine)
+    assert policy._costs.of(1).draft[1] > 0
     same_text(llm, PROMPTS, 20)
 
 

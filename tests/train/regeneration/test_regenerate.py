@@ -119,7 +119,7 @@ def test_what_is_left_out_and_what_is_cut_is_reported(write, tmp_path):
     text = "".join(lines)
     assert "10 responses:" in text and "1 left out" in text and "9 of 9 responses" in text
     rows = write(tmp_path, EXAMPLES[:8], max_length=20)
-    assert all(len(r.prompt_ids) + len(r.output_ids) <= 20 for r in rows)
+    assert max(len(r.prompt_ids) + len(r.output_ids) for r in rows) <= 20
     with raises_at(DataError, "data.max_length"):
         write(tmp_path, [long])
 
@@ -211,10 +211,10 @@ def test_writing_that_is_stopped_says_what_it_has_kept(write, tmp_path):
         if done >= 3:
             raise KeyboardInterrupt
 
-    said = []
+    lines = []
     with pytest.raises(KeyboardInterrupt):
-        write(tmp_path, progress=stop, say=said.append)
-    kept = int(re.search(r"(\d+) responses written", said[-1])[1])
+        write(tmp_path, progress=stop, say=lines.append)
+    kept = int(re.search(r"(\d+) responses written", lines[-1])[1])
     stored = [line for file in tmp_path.glob("*.jsonl") for line in file.open()]
     assert kept == len(stored) >= 3
 
