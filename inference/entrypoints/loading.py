@@ -38,7 +38,7 @@ from draftsmith.speculators.errors import CheckpointError, ConfigError
 from draftsmith.speculators.export import load_drafter, read_drafter_config
 from draftsmith.speculators.hub import one_line, split_revision
 from draftsmith.speculators.precision import UNSUPPORTED, as_dtype, own_device
-from draftsmith.speculators.target.adapted import config_source
+from draftsmith.speculators.target.adapted import adapted_model, config_source
 from draftsmith.speculators.target.frozen_target import FrozenTarget
 from draftsmith.speculators.target.longrope import fix_frequencies, original_length
 
