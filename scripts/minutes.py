@@ -100,8 +100,8 @@ DSPARK_VARIANTS: dict[str, list[str]] = {
         "loss={cross_entropy: 0.1, tv: 1.8}",
     ],
 }
-# Of peagle, which starts from the taps at the usual rates. `fitted` is its recipe of before;
-# `gamma_2` has weights by depth in place of the published equal ones.
+# Of peagle, which starts from the taps at the usual rates. `fitted` is its recipe of before, also
+# with weights by depth in place of the published equal ones.
 FITTED_RATES = [
     "training.muon_learning_rate=0.005",
     "training.learning_rate=4.0e-4",
@@ -111,9 +111,6 @@ FITTED = ["drafter.init=least_squares", *FITTED_RATES]
 PEAGLE_VARIANTS: dict[str, list[str]] = {
     "default": [],
     "fitted": FITTED,
-    "fitted_usual_rates": ["drafter.init=least_squares"],
-    "layers_2": ["drafter.num_layers=2"],
-    "gamma_2": ["position_weights={gamma: 2.0}"],
     "fitted_gamma_2": [*FITTED, "position_weights={gamma: 2.0}"],
 }
 # Of mlp: what won for eagle3 and can be asked of it.

@@ -284,7 +284,6 @@ class RuntimeEngine(MeasuredEngine):
     @override
     def prepare(self, prompts: Prompts, max_tokens: int) -> None:
         """Compiles what these prompts need, so that nothing is compiled while it is timed."""
-        # nothing is compiled while it is timed
         self.llm.warm_up(longest=max(map(len, prompts)) + max_tokens)
 
     @override

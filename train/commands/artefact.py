@@ -80,7 +80,8 @@ def run_export(options: ExportOptions) -> None:
 
     _refuse_unused(options)
     console = Console()
-    source, out = options.source, options.out
+    source = options.source
+    out = options.out
     dtype = options.dtype or "auto"
     format = options.format or NATIVE
     if options.quantize:
@@ -166,7 +167,9 @@ def _quantise(options: ExportOptions) -> AcceptanceChange:
     )
     from draftsmith.train.pipeline.quantise_stage import HeldOut, quantise_export, quantise_run
 
-    source, out, model = options.source, options.out, options.model
+    source = options.source
+    out = options.out
+    model = options.model
     dtype = options.dtype or "auto"
     max_loss = MAX_LOSS if options.max_acceptance_loss is None else options.max_acceptance_loss
     scheme: Any = options.quantize

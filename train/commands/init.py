@@ -388,10 +388,8 @@ def _limit_conversations(new: NewRecipe, limit: int, stage: StagePlan, device: D
 
     (source,) = new.tree["data"]["train"]
     new.put("data.train", [{**source, "limit": limit}])
-    new.above["data.train"] = (
-        f"limit: as many as are written in about an hour; all of them take"
-        f" {duration(stage.writing_seconds(device))} here."
-    )
+    took = duration(stage.writing_seconds(device))
+    new.above["data.train"] = f"limit: without it, writing the responses takes {took} here."
 
 
 def _planned_again(new: NewRecipe, stage: StagePlan) -> StagePlan:

@@ -465,11 +465,8 @@ def make_plan(
 ) -> Plan:
     """`examples`: of each training source that cannot be counted."""
     runs_on = torch.device(device.kind) if device else own_device()
-    stages = [
-        make_stage(part, count_tokens(part, examples), runs_on, count, name, first=number == 0)
-        for number, (name, part) in enumerate(recipe.training_stages())
-    ]
-    return Plan(recipe, device, count, stages)
+    sources = [count_tokens(part, examples) for _, part in recipe.training_stages()]
+    return Plan(recipe, device, count, _make_stages(recipe, sources, runs_on, count))
 
 
 def short_budgets(recipe: Recipe, count: int) -> list[str]:
@@ -477,11 +474,19 @@ def short_budgets(recipe: Recipe, count: int) -> list[str]:
     parts = recipe.training_stages()
     if not any(part.training.max_minutes for _, part in parts):
         return []
-    stages = [
-        make_stage(part, count=count, name=name, first=number == 0)
-        for number, (name, part) in enumerate(parts)
-    ]
+    stages = _make_stages(recipe, [[] for _ in parts], own_device(), count)
     return Plan(recipe, this_machine(), count, stages).warnings
+
+
+def _make_stages(
+    recipe: Recipe, sources: Sequence[Sequence[TokenCount]], device: torch.device, count: int
+) -> list[StagePlan]:
+    """`sources`: of each stage."""
+    parts = zip(recipe.training_stages(), sources, strict=True)
+    return [
+        make_stage(part, counted, device, count, name, first=number == 0)
+        for number, ((name, part), counted) in enumerate(parts)
+    ]
 
 
 def _cut(stage: StagePlan, device: Device) -> bool:

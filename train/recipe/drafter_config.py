@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +13,12 @@ from draftsmith.speculators.errors import ConfigError
 from draftsmith.speculators.export import read_drafter_config, resolve
 from draftsmith.speculators.export.formats import layout_for
 from draftsmith.speculators.export.quantisation import require_plain
+from draftsmith.speculators.kernels import log_once
 from draftsmith.speculators.options import AUTO, DrafterOptions, VocabularyOptions
 from draftsmith.speculators.registry import build_config, config_for_target, family_class
 from draftsmith.train.recipe.recipe import EXPORT, Recipe
 
 DEFAULT_DRAFT_VOCABULARY = 32_000
-logger = logging.getLogger(__name__)
 
 
 def drafter_config(recipe: Recipe, target: TargetShape, *, planning: bool = False) -> DrafterConfig:
@@ -106,19 +104,13 @@ def default_mask_token(recipe: Recipe, target: TargetShape) -> int:
             f" {target.vocab_size} rows of the embedding; name a token that no text contains",
             where="drafter.mask_token_id",
         )
-    _say_mask_token(tokenizer.convert_ids_to_tokens(max(unused)), max(unused))
-    return max(unused)
-
-
-@cache
-def _say_mask_token(token: str, number: int) -> None:
-    """Logs the special token that is taken, once for all plans and configs of a process."""
-    logger.warning(
-        "drafter.mask_token_id: the tokenizer has no mask token; the drafter takes %s (%d), an"
-        " added special token that the chat template does not use",
-        token,
-        number,
+    token = max(unused)
+    log_once(
+        "drafter.mask_token_id: the tokenizer has no mask token; the drafter takes"
+        f" {tokenizer.convert_ids_to_tokens(token)} ({token}), an added special token that the"
+        " chat template does not use"
     )
+    return token
 
 
 def _unused_special_tokens(tokenizer: Any) -> list[int]:
