@@ -51,11 +51,12 @@ def alone(path: Path, out: Path, *overrides: str) -> PythonProcess:
 
 
 def finished(process: subprocess.Popen) -> str:
-    """What a process printed; of one that failed its own errors first, which the launcher's account
-    of all processes would hide."""
+    """What a process printed; of one that failed its own errors first, and where it crashed, which
+    the launcher's account of all processes would hide."""
     output, _ = process.communicate(timeout=900)
     errors = [line for line in output.splitlines() if line.startswith("error:")]
-    assert process.returncode == 0, "\n".join([*errors, output[-4000:]])
+    _, crash, stack = output.partition("Fatal Python error")
+    assert process.returncode == 0, "\n".join([*errors, crash + stack[:4000], output[-4000:]])
     return output
 
 

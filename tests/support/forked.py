@@ -7,6 +7,7 @@ An import takes some eight seconds of CPU time. The files of tests that start su
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import functools
 import gc
 import io
@@ -158,6 +159,7 @@ def _run(arguments: list[str], environment: dict[str, str], folder: str, files: 
         io.TextIOWrapper(io.FileIO(number, "w", closefd=False), write_through=True)
         for number in (1, 2)
     )
+    faulthandler.enable(sys.stderr)  # a crash says where it was
     kind, *rest = arguments[1:] if arguments[0] == "-u" else arguments
     if kind == "-c":
         sys.argv = ["-c", *rest[1:]]
