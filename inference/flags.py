@@ -84,6 +84,8 @@ def validated(model: type[Model], command: str, values: Values) -> Model:
     where = command
     if first["loc"]:
         where += f" {flag_name(str(first['loc'][0]))}"
+    if first["type"] == "missing":
+        raise ConfigError("must be given; --help says what it takes", where=where)
     if first["type"] == "dict_type":
         raise ConfigError(OBJECT, where=where)
     raise ConfigError(first["msg"].removeprefix("Value error, "), where=where)

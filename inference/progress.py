@@ -182,3 +182,9 @@ def position_text(done: float, total: float | None) -> str:
     if total == 1:
         return f"{min(done, 1):.0%}".replace("%", " %")
     return f"{min(done, total):g}/{total:g}"
+
+
+def counted(number: int, one: str, many: str = "") -> str:
+    """A number of things in words: `1 prompt`, `1,200 prompts`. `many`: where it is not `one` and
+    an s."""
+    return f"{number:,} {one if number == 1 else many or one + 's'}"

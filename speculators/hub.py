@@ -94,4 +94,15 @@ def cached_folder(path_or_id: str, revision: str | None = None) -> Path:
 
 def one_line(error: BaseException) -> str:
     """The message of an exception, which may be a paragraph."""
-    return " ".join(str(error).split())
+    return " ".join(str(error).split()).removesuffix(".")
+
+
+def why_not_loaded(path_or_id: str, error: BaseException) -> str:
+    """Why nothing was loaded from there. Of a folder that is not there, the libraries say that it
+    is no repository id, or that they have no network."""
+    name, _ = split_revision(path_or_id)
+    if Path(name).is_dir():
+        return one_line(error)
+    if not may_be_on_hub(name):
+        return "no such folder"
+    return f"no such folder, and the Hub did not give it: {one_line(error)}"

@@ -66,7 +66,7 @@ class BenchOptions(BaseModel):
         1000, "requests to send; the prompts of a file with fewer are repeated"
     )
     seed: NonNegativeInt = option(0, "of the order of prompts, their arrival, and sampling")
-    output_len: PositiveInt = option(256, "most tokens of an answer, but of random")
+    output_len: PositiveInt = option(256, "most tokens of an answer to any but a random prompt")
     random_input_len: PositiveInt = option(1024, "tokens of each random prompt")
     random_output_len: PositiveInt = option(128, "tokens of each answer to a random prompt")
 
@@ -139,8 +139,10 @@ class BenchOptions(BaseModel):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        if self.dataset_name not in ("random", "custom", *SUITES):
-            raise ValueError(f"--dataset-name {self.dataset_name}: there is none of this name")
+        names = ("random", "custom", *SUITES)
+        if self.dataset_name not in names:
+            expected = ", ".join(names)
+            raise ValueError(f"--dataset-name {self.dataset_name}: expected one of {expected}")
         if not self.random and self.dataset_path is None:
             raise ValueError(f"--dataset-name {self.dataset_name}: needs --dataset-path, a file")
         if self.random and self.chat:

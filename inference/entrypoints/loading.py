@@ -36,7 +36,7 @@ from draftsmith.inference.spec_decode.proposers.options import MethodOptions
 from draftsmith.speculators.drafter import Drafter
 from draftsmith.speculators.errors import CheckpointError, ConfigError
 from draftsmith.speculators.export import load_drafter, read_drafter_config
-from draftsmith.speculators.hub import one_line, split_revision
+from draftsmith.speculators.hub import split_revision, why_not_loaded
 from draftsmith.speculators.precision import UNSUPPORTED, as_dtype, own_device
 from draftsmith.speculators.target.adapted import adapted_model, config_source
 from draftsmith.speculators.target.frozen_target import FrozenTarget
@@ -66,7 +66,8 @@ def target_config(
         )
     except (OSError, ValueError) as error:
         raise CheckpointError(
-            f"its config.json could not be read: {one_line(error)}", where=f"target {model}"
+            f"its config.json could not be read: {why_not_loaded(name, error)}",
+            where=f"target {model}",
         ) from error
     return config.get_text_config()
 
@@ -167,7 +168,8 @@ def load_tokenizer(
         )
     except (OSError, ValueError) as error:
         raise CheckpointError(
-            f"could not be loaded: {one_line(error)}; {advice}", where=f"tokenizer {source}"
+            f"could not be loaded: {why_not_loaded(name, error)}; {advice}",
+            where=f"tokenizer {source}",
         ) from error
     added = getattr(loaded_tokenizer, "added_tokens_decoder", ())
     if len(loaded_tokenizer) <= len(added):  # empty: there were no files

@@ -35,7 +35,7 @@ from draftsmith.inference.evaluation.vocabulary_curve import (
     measure_prices,
 )
 from draftsmith.inference.outputs import RequestOutput
-from draftsmith.inference.progress import Advance, Stages, unwatched
+from draftsmith.inference.progress import Advance, Stages, counted, unwatched
 from draftsmith.inference.provenance import environment
 from draftsmith.inference.report.measurement import Measurement
 from draftsmith.inference.report.round_cost import RoundTimes, why_slower
@@ -334,14 +334,15 @@ def _extent(engines: SideBySide, prompts: int, repeats: int, params: SamplingPar
     """What will be run, in words."""
     most = len(engines.llms) * repeats * prompts * (params.max_tokens or 0)
     return (
-        f"{', '.join(engines.llms)} take turns: {prompts} prompts, {repeats} passes of each,"
-        f" {most:,} tokens at most"
+        f"{', '.join(engines.llms)} take turns: {counted(prompts, 'prompt')},"
+        f" {counted(repeats, 'pass', 'passes')} of each, {counted(most, 'token')} at most"
     )
 
 
 def _answered(count: int, prompts: int) -> str:
     """How many prompts a table is of, in words."""
-    return f"{prompts} prompts" if count == prompts else f"{count} of {prompts} prompts"
+    of_all = counted(prompts, "prompt")
+    return of_all if count == prompts else f"{count} of {of_all}"
 
 
 def _write(file: Path, tree: Mapping[str, Any]) -> None:

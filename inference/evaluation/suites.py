@@ -97,7 +97,8 @@ def json_lines(path: Path) -> Iterator[tuple[str, Any]]:
         data = path.read_bytes()
         text = (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8-sig")
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
-        raise ConfigError(f"could not be read as lines of JSON: {error}", where=f"{path}") from None
+        why = getattr(error, "strerror", None) or error  # without the path, which `where` has
+        raise ConfigError(f"could not be read as lines of JSON: {why}", where=f"{path}") from None
     # not `splitlines`, which also cuts at U+2028 and others: JSON has them as they are in texts
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():

@@ -71,8 +71,10 @@ def bind(host: str, port: int, command: str = "serve") -> socket.socket:
     try:
         listening = socket.create_server((host, port), family=family)
     except OSError as error:
+        # without the address, which Python adds and `where` has
+        why = (error.strerror or f"{error}").partition(" (while")[0]
         where = f"{command} --host {host} --port {port}"
-        raise ConfigError(error.strerror or f"{error}", where=where) from None
+        raise ConfigError(f"{why}; give another address or port", where=where) from None
     # Connections inherit it. asyncio sets it for sockets that name their protocol, which those of
     # create_server do not; without it a piece waits until the client has confirmed the one before,
     # up to 40 ms.

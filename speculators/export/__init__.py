@@ -27,7 +27,7 @@ from draftsmith.speculators.export.formats import NATIVE, layout_for, layout_of
 from draftsmith.speculators.export.headers import Header, pickled_files, read_headers
 from draftsmith.speculators.export.layouts.base import FolderContents
 from draftsmith.speculators.export.quantisation import quantisation_fields, split_quantisation
-from draftsmith.speculators.hub import may_be_on_hub, one_line, split_revision
+from draftsmith.speculators.hub import may_be_on_hub, split_revision, why_not_loaded
 from draftsmith.speculators.registry import family_class
 from draftsmith.speculators.target.target_head import TargetHead
 from draftsmith.speculators.vocab.token_counts import load_counts, save_counts
@@ -213,10 +213,7 @@ def resolve(
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
     except (ValueError, OSError) as error:  # no id; the Hub's errors, and those of files
-        raise CheckpointError(
-            f"no such folder, and the Hub did not give it: {one_line(error)}; {NO_FOLDER}",
-            where=where,
-        ) from error
+        raise CheckpointError(f"{why_not_loaded(name, error)}; {NO_FOLDER}", where=where) from error
 
 
 def _headers(folder: Path) -> dict[str, Header]:

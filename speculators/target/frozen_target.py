@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from draftsmith.speculators.errors import CheckpointError, ConfigError, UnsupportedTarget
-from draftsmith.speculators.hub import one_line, split_revision
+from draftsmith.speculators.hub import split_revision, why_not_loaded
 from draftsmith.speculators.layers.grouped_attention import decoding
 from draftsmith.speculators.precision import as_dtype, on_host, running_dtype, say_widened
 from draftsmith.speculators.target import longrope, probe
@@ -137,7 +137,7 @@ class FrozenTarget(TargetHead):
                 output_loading_info=True,
             )
         except (OSError, RuntimeError) as error:
-            why = one_line(error)
+            why = why_not_loaded(name, error)
             raise CheckpointError(
                 f"cannot load the weights: {why}", where=f"target {path_or_id}"
             ) from error

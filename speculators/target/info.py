@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from draftsmith.speculators.errors import CheckpointError, UnsupportedTarget
-from draftsmith.speculators.hub import one_line
+from draftsmith.speculators.hub import why_not_loaded
 from draftsmith.speculators.precision import as_dtype, own_device, running_dtype
 from draftsmith.speculators.target.adapted import config_source
 
@@ -109,7 +109,7 @@ def _read_config(model: str, revision: str | None, trust_remote_code: bool) -> A
     except (OSError, ValueError, KeyError) as error:
         raise CheckpointError(
             f"{model} has no config.json that transformers can read"
-            f" ({one_line(error)}); give a folder that holds a causal language model, or a"
-            " repository id",
+            f" ({why_not_loaded(model, error)}); give a folder that holds a causal language model,"
+            " or a repository id",
             where="target.model",
         ) from error

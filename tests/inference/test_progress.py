@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from draftsmith.inference.console import supervised
-from draftsmith.inference.progress import LINE_EVERY, SILENCE, Heartbeat, Stages
+from draftsmith.inference.progress import LINE_EVERY, SILENCE, Heartbeat, Stages, counted
 
 BARS = "HF_HUB_DISABLE_PROGRESS_BARS"  # read when the library is imported
 
@@ -170,3 +170,9 @@ def test_command_says_a_line_before_it_imports_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stderr.splitlines() == ["draftsmith try: importing PyTorch", "torch"]
+
+
+def test_counted_of_one_is_singular():
+    assert counted(1, "prompt") == "1 prompt"
+    assert counted(0, "prompt") == "0 prompts"
+    assert counted(1200, "pass", "passes") == "1,200 passes"

@@ -23,10 +23,12 @@ from draftsmith.speculators.export import (
 from draftsmith.speculators.hub import cached_folder, repository_id, split_revision, with_revision
 from draftsmith.speculators.registry import config_for_target, family_class
 from draftsmith.speculators.target.frozen_target import FrozenTarget
+from draftsmith.speculators.target.info import sketch_target
 from draftsmith.train.pipeline.export_stage import reexport
 from draftsmith.train.pipeline.run import run
 from draftsmith.train.recipe.load import read
 from draftsmith.train.recipe.recipe import yaml_text
+from draftsmith.train.recipe.sections import TargetSection
 from tests.support.cli import call
 from tests.support.errors import raises_at
 from tests.support.quickstart_data import source as quickstart
@@ -80,6 +82,22 @@ def test_folders_are_no_repositories(tmp_path, monkeypatch):
     for folder in ("org/name", str(tmp_path / "x"), "../a", "~/a", "a/b/c", "a", ""):
         assert repository_id(folder) is None, folder
     assert repository_id("/x/hub/models--org--name-1/snapshots/0a1b/") == "org/name-1"
+
+
+@pytest.mark.parametrize(
+    "load",
+    [
+        FrozenTarget.from_pretrained,
+        target_config,
+        sketch_target,
+        read_drafter_config,
+        lambda folder: load_tokenizer(folder, None),
+        lambda folder: TargetSection(model=folder).load_tokenizer(),
+    ],
+)
+def test_loaders_without_the_folder_say_so(load, tmp_path):
+    with pytest.raises(CheckpointError, match="no such folder"):
+        load(str(tmp_path / "absent"))
 
 
 # ------------------------------------------------------------------ the runtime

@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from draftsmith.inference.progress import Stages
+from draftsmith.inference.progress import Stages, counted
 from draftsmith.speculators.errors import ConfigError, DataError
 from draftsmith.train.commands.options import Overrides, RecipeFile
 
@@ -97,7 +97,7 @@ def _read(
         return prepared, list(map(len, rows)), str(statistics)
     examples = askable(prepared.examples, tokenizer, bad)
     lengths = [len(tokenizer.prompt_ids(example)) for example in examples]
-    what = f"{len(examples):,} prompts, whose responses the target is to write"
+    what = f"{counted(len(examples), 'prompt')}, whose responses the target is to write"
     if too_long := sum(length > data.max_length - 2 for length in lengths):
         what += f"; {too_long:,} leave no room in data.max_length"
         if recipe.regenerate.turns == "last":
@@ -122,7 +122,7 @@ def _print_counts(console: Console, prepared: Prepared, lengths: Sequence[int], 
     """The examples by workload, quantiles of their lengths, and what was left out."""
     workloads = Counter(example.workload for example in prepared.examples)
     console.print(", ".join(f"{name}: {count:,}" for name, count in workloads.items()), style="dim")
-    console.print(f"{len(prepared.examples):,} examples: {what}")
+    console.print(f"{counted(len(prepared.examples), 'example')}: {what}")
     ordered = sorted(lengths)
     at = {name: ordered[int(q * (len(ordered) - 1))] for name, q in QUANTILES.items()}
     console.print("tokens: " + ", ".join(f"{name} {count:,}" for name, count in at.items()))

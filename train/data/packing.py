@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from draftsmith.inference.progress import Advance, unwatched
+from draftsmith.inference.progress import Advance, counted, unwatched
 from draftsmith.speculators.errors import DataError
 from draftsmith.train.data.bad_rows import BadRow, BadRows
 from draftsmith.train.data.examples import Example
@@ -53,7 +53,10 @@ class RowStatistics:
         }
         lost = "".join(f", {count} {what}" for what, count in losses.items() if count)
         share = self.supervised / max(self.tokens, 1)
-        return f"{self.rows} rows, {self.tokens} tokens, {share:.0%} supervised{lost}"
+        return (
+            f"{counted(self.rows, 'row')}, {counted(self.tokens, 'token')},"
+            f" {share:.0%} supervised{lost}"
+        )
 
 
 def chat_template_of(section: DataSection) -> str | None:

@@ -67,7 +67,8 @@ class TargetSection(Section):
         """The target's tokenizer."""
         from draftsmith.inference.entrypoints.loading import load_tokenizer
 
-        return load_tokenizer(self.model, None, **self.source)
+        advice = "give a folder with the target's tokenizer, or a repository id, as target.model"
+        return load_tokenizer(self.model, None, **self.source, advice=advice)
 
 
 BUDGETS = ("steps", "epochs", "max_minutes")  # of training; one of them at least

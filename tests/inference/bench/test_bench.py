@@ -413,13 +413,15 @@ def test_flags_are_those_of_vllm():
 @pytest.mark.parametrize(
     "line, named",
     [
-        ("--dataset-name nothing", "nothing"),
+        ("", "--dataset-name: must be given"),
+        ("--dataset-name nothing", "expected one of random, custom, spec_bench"),
         ("--dataset-name random --num-prompts 0", "--num-prompts"),
         ("--dataset-name random", "--tokenizer"),
         ("--dataset-name random --model m --backend openai-chat", "--backend"),
         ("--dataset-name gsm8k --dataset-path f --save-result --result-dir FILE", "--result-dir"),
         ("--dataset-name gsm8k --dataset-path f --repeats 3", "--baseline-url"),
         ("--dataset-name custom", "--dataset-path"),
+        ("--dataset-name custom --dataset-path nowhere", "nowhere: could not be read"),
         ("--dataset-name custom --dataset-path FILE --seed -1", "--seed"),
         ("--dataset-name custom --dataset-path FILE --port 99999", "--port"),
         ("--dataset-name custom --dataset-path FILE --base-url http://a:80o0", "'http://a:80o0'"),

@@ -102,7 +102,9 @@ def test_what_cannot_be_served_is_said_before_anything_is_loaded(flag):
 def test_bind_nobody_else_gets_the_port_while_the_model_loads():
     with bind("127.0.0.1", 0) as listening:
         port = listening.getsockname()[1]
-        with raises_at(ConfigError, f"serve --host 127.0.0.1 --port {port}"):
+        address = f"serve --host 127.0.0.1 --port {port}"
+        message = f"^{address}: Address already in use; give another address or port$"
+        with pytest.raises(ConfigError, match=message):
             bind("127.0.0.1", port)
 
 

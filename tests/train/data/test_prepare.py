@@ -65,7 +65,7 @@ def test_prompts_and_held_out_texts_can_be_looked_at_too(recipe_file, tmp_path):
     path.write_text(json.dumps({"messages": [{"role": "user", "content": "Say hello."}]}) + "\n")
     override = f"data.train=[{{path: {path}}}]"
     code, output = call("prepare", recipe_file, override, "regenerate.enabled=true")
-    assert code == 0 and "1 prompts" in output and "Say hello." in output
+    assert code == 0 and "1 prompt," in output and "Say hello." in output
     assert "no assistant turn" in refused("prepare", recipe_file, override)
     assert "6 examples" in call("prepare", recipe_file, "--validation")[1]
 
@@ -96,7 +96,7 @@ def test_prepare_in_a_log_keeps_a_long_line_whole(recipe_file, tmp_path):
     path.write_text(json.dumps({"messages": [{"role": "user", "content": "word " * 400}]}) + "\n")
     options = (f"data.train=[{{path: {path}}}]", "regenerate.enabled=true", "data.max_length=64")
     lines = call("prepare", recipe_file, *options)[1].splitlines()
-    (counts,) = [line for line in lines if line.startswith("1 examples:")]
+    (counts,) = [line for line in lines if line.startswith("1 example:")]
     assert counts.endswith("(an earlier turn is answered, if there is one)")
 
 
@@ -113,7 +113,7 @@ def test_prepare_shows_the_end_of_a_sample_and_then_its_counts(recipe_file, tmp_
     long = "data.max_length=20000"
     output = call("prepare", recipe_file, *options, long)[1]
     assert len(output) < 4000 and "Middle" not in output
-    assert output.index("word") < output.index("1 examples:") < output.index("tokens: min")
+    assert output.index("word") < output.index("1 example:") < output.index("tokens: min")
     assert "Middle" in call("prepare", recipe_file, *options, long, "--full")[1]
 
 
