@@ -109,8 +109,9 @@ def replay(accept: Tensor | np.ndarray, length: int) -> ReplayResult:
     table = np.where(exists, table[:, :anchors], 0.0)
     if np.isnan(table).any():  # the drafter's logits are not numbers, and neither is what follows
         return ReplayResult(math.nan, [math.nan] * depth, [math.nan] * (depth + 1))
-    if not ((table >= 0) & (table <= 1)).all():
-        k, s = np.argwhere(~((table >= 0) & (table <= 1)))[0]
+    outside = (table < 0) | (table > 1)
+    if outside.any():
+        k, s = np.argwhere(outside)[0]
         raise ValueError(f"replay: accept[{k}, {s}] = {table[k, s]}; expected a probability")
     joint = np.cumprod(table, axis=0)  # [K, anchors]: the first k+1 drafts are all accepted
     at_least = np.concatenate([np.ones((1, anchors)), joint, np.zeros((1, anchors))])

@@ -13,6 +13,7 @@ from draftsmith.inference.spec_decode.proposal import Proposal
 from draftsmith.inference.spec_decode.tree_drafting import DynamicGrowth
 from draftsmith.inference.spec_decode.tree_shape import DynamicTree
 from draftsmith.inference.spec_decode.verification.rejection_sampler import rule_for
+from draftsmith.inference.spec_decode.verification.tree_rules import traverse
 from draftsmith.speculators.errors import ConfigError
 from tests.support.enumeration import (
     LOSSLESS,
@@ -117,6 +118,15 @@ def test_a_perfect_drafter_is_kept_to_the_leaf():
     assert distance <= LOSSLESS and accepted == pytest.approx(2)
 
 
+def test_traversal_of_equal_distributions_goes_on_where_rounding_rejects():
+    """Nothing is left of p - q then, and the draft before is as sure as it was."""
+    p = torch.full((1, 3, VOCAB), 1 / VOCAB)
+    proposal = Proposal(torch.tensor([[0, 1]]), [2], p[:, 1:].clone(), [[-1, 0]])
+    asked = []
+    assert traverse(p, proposal, [lambda rate: asked.append(rate) or len(asked) > 1]) == [[0]]
+    assert asked == [1, 1]
+
+
 def test_rules_by_proposal():
     q, parents = torch.full((1, 2, VOCAB), 1 / VOCAB), [[-1, -1]]
     tokens = torch.tensor([[0, 1]])
@@ -134,9 +144,8 @@ def test_rules_by_proposal():
 
 
 def test_a_tree_is_checked_when_made():
-    with pytest.raises(ValueError, match="parents"):
-        Proposal(torch.tensor([[0, 1]]), [2], None, [[1, -1]])
-    with pytest.raises(ValueError, match="parents"):
-        Proposal(torch.tensor([[0, 1]]), [2], None, [[-1]])
+    for parents in ([1, -1], [-1, 1], [-1]):
+        with pytest.raises(ValueError, match="parents"):
+            Proposal(torch.tensor([[0, 1]]), [2], None, [parents])
     tree = Proposal(torch.tensor([[5, 6, 7, 8]]), [2], None, [[-1, 0, -1, 2]], unverified=[2])
     assert tree.depths() == [[1, 2, 1, 2]] and tree.children(0) == {-1: [0], 0: [1]}

@@ -14,7 +14,12 @@ from draftsmith.inference.engine import round_costs
 from draftsmith.inference.entrypoints.loading import make_draft_length
 from draftsmith.inference.entrypoints.speculative_config import parse_speculative_config
 from draftsmith.inference.spec_decode.acceptance import Acceptance
-from draftsmith.inference.spec_decode.costs import CostsBySize, RoundCosts, sizes_to_measure
+from draftsmith.inference.spec_decode.costs import (
+    CostsBySize,
+    RoundCosts,
+    read_costs,
+    sizes_to_measure,
+)
 from draftsmith.inference.spec_decode.draft_length import AdaptiveDraftLength, DraftLength
 from draftsmith.inference.spec_decode.proposal import Kept, Proposal
 from draftsmith.inference.spec_decode.round_plan import AdaptivePlan, RoundPlan
@@ -134,9 +139,21 @@ def test_a_drafter_that_is_too_sure_is_found_out():
     assert rows.length._acceptance.by_confidence([0.9]) == pytest.approx([0.3], abs=0.1)
 
 
+def test_confidence_counts_as_far_as_it_holds_and_never_as_certainty():
+    holds, modest = Acceptance(1), Acceptance(1)
+    for turn in range(200):
+        holds.learn([1], [turn % 2], [[0.5]])
+        modest.learn([1], [1], [[0.5]])
+    assert holds.by_confidence([0.5]) == pytest.approx([0.5], abs=0.01)
+    (sure,) = modest.by_confidence([0.9])
+    assert 0.95 < sure < 1
+
+
 def test_what_was_given_up_is_tried_again():
     """Depths that are not reached fade towards the one before them."""
     acceptance = Acceptance(K)
+    assert len(acceptance.rates(2)) == 2 and 0 < min(acceptance.rates(2))
+    assert max(acceptance.rates(2)) < 1
     for _ in range(100):
         acceptance.learn([K], [1], [])  # the second draft fails
     assert acceptance.rates(K)[1] < 0.1
@@ -145,10 +162,72 @@ def test_what_was_given_up_is_tried_again():
     assert acceptance.rates(K)[1] > 0.8
 
 
+def most_paying(room, rho, costs, rates, known, length: int, drafted: bool) -> int:
+    """How many drafts more than `length` gain the most over ρ times their time, by the definition
+    in round_plan.py, with every sum taken anew; 0: none does."""
+
+    def surplus(width: int) -> float:
+        time = costs.verify[width] - costs.verify[length]
+        if not drafted and width > length:
+            time += costs.draft[width] - costs.draft[length + 1]
+        return expected_tokens(room, rates, known, width) - rho * time
+
+    best = max(range(length, max(room) + 1), key=surplus)
+    return best - length
+
+
+def expected_tokens(room, rates, known, width: int) -> float:
+    """Drafts of all rows that are expected to be accepted, of `width` in each that has as many;
+    known [d][B]: acceptance of the first depths."""
+    total = 0.0
+    for row, limit in enumerate(room):
+        chances = [known[k][row] if k < len(known) else rates[k] for k in range(min(width, limit))]
+        total += float(np.cumprod(chances).sum())
+    return total
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_adaptive_plan_drafts_and_verifies_what_gains_most_for_its_time(seed):
+    source = np.random.default_rng(seed)
+    most = 5
+    acceptance = Acceptance(most)
+    for accepted in source.integers(most + 1, size=30):
+        acceptance.learn([most], [int(accepted)], [[0.5]] * most)
+    rates = acceptance.rates(most)
+    room = [*source.integers(most + 1, size=3).tolist(), most]
+    rise = source.uniform(0, 5, size=(2, most + 1)).cumsum(1)
+    costs = RoundCosts((10 + rise[0]).tolist(), (rise[1] - rise[1][0]).tolist())
+    times = np.add(costs.verify, costs.draft)
+    tokens = [len(room) + expected_tokens(room, rates, [], w) for w in range(most + 1)]
+    rho = max(np.divide(tokens, times))
+    for drafted in (True, False):
+        acceptance.idle_rounds = 0  # nothing is forced
+        plan = AdaptivePlan(acceptance, room, costs)
+        limits = plan.limits if drafted else plan.limits_asking
+        confidences = source.uniform(0.1, 1, size=(max(limits), len(room)))
+        expected = []
+        known = []
+        while len(known) < max(limits) and (not expected or expected[-1]):
+            known.append(acceptance.by_confidence(confidences[len(known)]))
+            seen = (limits if drafted else room, rho, costs, rates, known)
+            expected.append(most_paying(*seen, len(known) - 1, drafted))
+        if drafted:
+            proposal = Proposal(torch.zeros(len(room), max(limits), dtype=torch.long), limits)
+            proposal.confidence = torch.from_numpy(confidences.T)
+            length = len([further for further in expected if further])
+            settled = plan.settle(proposal)
+            assert settled.counts == [min(limit, length) for limit in limits]
+            assert settled.width == max(settled.counts)
+        else:
+            shown = confidences[: len(expected)].tolist()
+            assert [plan.go_on(confidence) for confidence in shown] == expected
+
+
 def test_adaptive_length_without_room_plans_no_draft():
-    request = SimpleRequest()
-    request.most_drafts = 0
-    assert adaptive(CHEAP).plan([request]).limits == [0]
+    full = SimpleRequest()
+    full.most_drafts = 0
+    assert adaptive(CHEAP).plan([full]).limits == [0]
+    assert isinstance(adaptive(DEAR).plan([full, SimpleRequest()]), AdaptivePlan)
 
 
 def test_adaptive_length_without_costs_is_an_error():
@@ -273,6 +352,10 @@ def test_costs_between_two_sizes_are_on_a_straight_line():
     assert CostsBySize({1: many}).of(64) == many
 
 
+def test_costs_of_options_cost_nothing_without_a_draft():
+    assert read_costs(DEAR, K) == RoundCosts(DEAR["verify"], [0, *DEAR["draft"]])
+
+
 @pytest.mark.parametrize("kind", ["fake", "eagle3", "ngram"])
 def test_costs_measured_in_an_engine_are_those_of_its_rounds(kind, model, monkeypatch):
     """Of 1 to K + 1 tokens and of 0 to K drafts, none below the one before; the text that goes on
@@ -328,9 +411,10 @@ def test_costs_are_those_of_drafting_after_rounds_without(model, monkeypatch):
     same_text(llm, PROMPTS, 20)
 
 
-def test_costs_that_are_options_are_not_measured(model, monkeypatch):
+@pytest.mark.parametrize("length", [adaptive(CHEAP), DraftLength(K)])
+def test_costs_that_are_options_or_not_asked_for_are_not_measured(length, model, monkeypatch):
     monkeypatch.setattr(round_costs, "_costs_of", lambda *of: pytest.fail("they were measured"))
-    llm_of("eagle3", model, draft_length=adaptive(CHEAP))
+    llm_of("eagle3", model, draft_length=length)
 
 
 # ---------------------------------------------------------------------- options
@@ -392,7 +476,17 @@ ADAPTIVE = {"enable_adaptive_verification": True}
     [
         ({"num_speculative_tokens_per_batch_size": [[1, 4, K + 1]]}, "batch_size"),
         ({"adaptive_verification_costs": CHEAP}, "enable_adaptive_verification"),
-        ({**ADAPTIVE, "adaptive_verification_costs": {"verify": [1, 2]}}, "costs"),
+        *(
+            ({**ADAPTIVE, "adaptive_verification_costs": costs}, "costs")
+            for costs in (
+                {"verify": [1, 2]},
+                {"verify": [1] * K, "draft": [1] * K},
+                {"verify": [], "draft": []},
+                {**DEAR, "verify": [0, 1, 1, 1]},
+                {**DEAR, "draft": [1, -1, 1]},
+                {**DEAR, "sample": [1]},
+            )
+        ),
         ({**ADAPTIVE, "method": "eagle3", "model": "x", "speculative_eagle_topk": 2}, "adaptive"),
     ],
 )

@@ -17,6 +17,7 @@ from draftsmith.inference.spec_decode.proposal import Kept, Proposal
 K = 3
 COSTS = RoundCosts([10, 11, 12, 13], [0, 2, 4, 6])
 CHEAP = RoundCosts([10, 10.5, 11, 11.5], [0, 0.3, 0.6, 0.9])
+DEAR = RoundCosts([10, 13, 16, 19], [0, 2, 4, 6])  # K drafts of the head: 1.5 steps more
 
 
 def knowing(rate: float) -> Acceptance:
@@ -89,16 +90,16 @@ def test_a_head_that_does_not_pay_is_probed_and_asked_again_once_it_does():
 
     def rounds(number: int, right: int) -> None:
         for _ in range(number):
-            plan = GatedPlan(beside, head, [K], COSTS)
+            plan = GatedPlan(beside, head, [K], DEAR)
             _, asked = plan.divide(drafts([]))
             asked_in.append(asked == [K])
             accepted = right if asked_in[-1] else 0
             plan.learn([Kept(list(range(accepted)), [5] * (accepted + 1))])
 
-    rounds(10 * PROBED_EVERY, right=0)
+    rounds(10 * PROBED_EVERY, right=1)
     probes = [turn for turn, asked in enumerate(asked_in) if asked]
     assert probes[-1] - probes[-7] == 6 * PROBED_EVERY
-    rounds(2 * PROBED_EVERY, right=K)
+    rounds(2 * PROBED_EVERY, right=2)
     assert all(asked_in[-PROBED_EVERY:])
 
 
@@ -123,15 +124,13 @@ def test_drafts_beside_are_judged_whoever_drafted(ask):
 
 def test_a_draft_beside_is_right_as_far_as_its_tokens_were_committed():
     beside = Acceptance(K)
-    plan = GatedPlan(beside, knowing(0.8), [K, K], COSTS)
-    proposal = Proposal(
-        torch.tensor([[7, 8, 9], [7, 8, 9]]), [3, 3], confidence=torch.full((2, 3), 0.5)
-    )
-    plan.divide(proposal)
-    # two known and right, of the third nothing; one right, one wrong
-    plan.learn([Kept([0], [7, 8]), Kept([0], [7, 5])])
-    assert beside._reached == [2, 2, 0]
-    assert beside._accepted == [2, 1, 0]
+    plan = GatedPlan(beside, knowing(0.8), [K] * 3, COSTS)
+    tokens = torch.tensor([[7, 8, 9], [7, 8, 9], [7, 0, 0]])
+    plan.divide(Proposal(tokens, [3, 3, 1], confidence=torch.full((3, 3), 0.5)))
+    # two known and right, of the third nothing; one right, one wrong; one, and no second
+    plan.learn([Kept([0], [7, 8]), Kept([0], [7, 5]), Kept([0], [7, 0])])
+    assert beside._reached == [3, 2, 0]
+    assert beside._accepted == [3, 1, 0]
 
 
 def test_a_round_without_room_drafts_nothing():

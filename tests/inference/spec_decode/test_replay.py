@@ -149,8 +149,9 @@ def test_what_is_no_probability_is_named():
     accept[1, 2] = 1.5
     with pytest.raises(ValueError, match=r"accept\[1, 2\]"):
         replay(accept, 5)
-    with pytest.raises(ValueError, match="expected"):
-        replay(torch.ones(2, 3), 5)
+    for accept, length in ((torch.ones(2, 3), 5), (torch.ones(2, 3), 0), (torch.ones(3), 2)):
+        with pytest.raises(ValueError, match="expected"):
+            replay(accept, length)
 
 
 def test_logits_that_are_not_numbers_have_no_acceptance_length():

@@ -27,7 +27,7 @@ def test_a_static_tree_by_levels():
     assert tree.frontiers == [[0, 1], [0]]
 
 
-@pytest.mark.parametrize("given_", ["[(0,), (1, 0)]", "[(-1,)]", "[]", "(0,"])
+@pytest.mark.parametrize("given_", ["[(0,), (1, 0)]", "[(-1,)]", "[()]", "[]", "(0,"])
 def test_what_is_no_tree_is_refused(given_):
     with raises_at(ConfigError, "speculative_token_tree"):
         StaticTree.parse(given_)
