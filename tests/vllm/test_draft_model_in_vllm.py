@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from draftsmith.inference import LLM, SamplingParams
-from draftsmith.speculators.export import export_drafter
+from draftsmith.speculators.export import export_drafter, load_drafter
 from draftsmith.speculators.target.frozen_target import FrozenTarget
 from tests.support import cases
 from tests.support.cases import student
@@ -43,6 +43,22 @@ def test_a_reduced_vocabulary_drafts_the_same(servable_model, same_in_vllm) -> N
     reduced = {"draft_vocab_size": model.config.vocab_size // 2}
     drafter = student(FrozenTarget(model), 0.02, from_target=[0, 1, 2], **reduced)
     drafter.target_ids.add_(model.config.vocab_size // 4)
+    assert some_accepted(same_in_vllm(model, drafter))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("rows", [124, 136])
+def test_a_table_of_another_size_drafts_the_same(
+    servable_model, same_in_vllm, tmp_path: Path, rows: int, tied: bool
+) -> None:
+    """vLLM refuses the model as it is; its export has the target's 128 rows."""
+    model = servable_model("qwen2", tie_word_embeddings=tied)
+    target = FrozenTarget(model)
+    padded = student(target, 0.02, from_target=[0, 1, 2]).model
+    padded.resize_token_embeddings(rows, mean_resizing=False)
+    padded.save_pretrained(tmp_path / "padded")
+    drafter = load_drafter(tmp_path / "padded", target)
+    assert drafter.config.vocab_size == rows
     assert some_accepted(same_in_vllm(model, drafter))
 
 
