@@ -36,7 +36,7 @@ from draftsmith.inference.vllm_python import vllm_python, vllm_version
 from draftsmith.speculators.errors import ConfigError, DraftsmithError
 from draftsmith.speculators.export import read_drafter_config, resolve
 from draftsmith.speculators.export.formats import LAYOUTS, NATIVE
-from draftsmith.speculators.export.serving_commands import vllm_method
+from draftsmith.speculators.export.serving_commands import other_table, vllm_method
 from draftsmith.speculators.precision import running_dtype
 
 VLLM = "vllm"
@@ -270,6 +270,8 @@ def speculative_config(
     layout = LAYOUTS[NATIVE, head.family].layout
     if why := layout.dropped(version) or ("" if layout.in_vllm else layout.no_vllm(head)):
         raise ConfigError(f"{why}; use --engine draftsmith", where=f"{drafting.drafter}")
+    if why := other_table(head, drafting.drafter, drafting.model, target.vocab_size):
+        raise ConfigError(f"vLLM refuses it: {why}", where=f"{drafting.drafter}")
     config |= vllm_method(head.family) | {"model": str(resolve(drafting.drafter))}
     if getattr(head, "other_tokenizer", False):
         config["use_heterogeneous_vocab"] = True

@@ -24,12 +24,13 @@ from draftsmith.speculators.export import (
     read_fields,
     resolve,
 )
-from draftsmith.speculators.export.formats import NATIVE
+from draftsmith.speculators.export.formats import NATIVE, layout_for
 from draftsmith.speculators.export.headers import FLOATS, PICKLES, read_headers
 from draftsmith.speculators.export.layouts.base import WEIGHTS
 from draftsmith.speculators.export.quantisation import quantised
 from draftsmith.speculators.precision import as_dtype
 from draftsmith.speculators.registry import family_class
+from draftsmith.speculators.target.target_head import TargetHead
 
 # Fields of the section `draftsmith` that are kept; the others follow from the drafter and are
 # written anew.
@@ -55,21 +56,25 @@ def convert(
     dtype: str = "auto",
     provenance: dict[str, Any] | None = None,
     num_target_layers: int | None = None,
+    target: TargetHead | None = None,
     quantize: Literal["int8"] | None = None,
     judge: Callable[[Path], None] = lambda folder: None,
 ) -> Path:
     """Writes the drafter of a folder or repository id to `out`; returns it.
 
     `dtype`: auto is the folder's own. `provenance`: facts that the folder lacks, such as its
-    `target`. `num_target_layers`: for published heads that do not name their taps. `quantize`: a
-    scheme of quantisation.py for its weights; `judge`: as of `export_drafter`. CheckpointError
-    for an incomplete folder, ConfigError if the format has no place for the drafter."""
+    `target`. `num_target_layers`: for published heads that do not name their taps. `target`: what
+    the drafter is to fit, of which sizes are all that is asked. `quantize`: a scheme of
+    quantisation.py for its weights; `judge`: as of `export_drafter`. CheckpointError for an
+    incomplete folder, ConfigError if the format or the target has no place for the drafter."""
     folder = resolve(path_or_id)
     out = Path(out)
     check_replaceable(out, folder)
     config = read_drafter_config(folder, num_target_layers)
     drafter = family_class(config.family)(config)
     load_weights(drafter, folder)
+    if target is not None:  # before int8 weights, which keep their sizes
+        drafter = layout_for(format, config.family).layout.fitted(drafter.attach(target))
     if quantize is not None:
         drafter = quantised(drafter, quantize, "--quantize")
     section = read_fields(folder).get("draftsmith") or {}

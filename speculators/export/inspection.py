@@ -25,6 +25,7 @@ from draftsmith.speculators.export.layouts import base
 from draftsmith.speculators.export.layouts.base import Fault, Layout
 from draftsmith.speculators.export.layouts.format import Format
 from draftsmith.speculators.export.quantisation import split_quantisation
+from draftsmith.speculators.export.serving_commands import other_table
 from draftsmith.speculators.vocab.draft_vocab import from_offsets
 
 CONFIG = "config.json"
@@ -252,6 +253,9 @@ def _differences(result: Inspection, config: DrafterConfig, target: Any) -> Iter
         text = f"it was made for {name}; this is {target.name_or_path}"
         yield Fault("target", text, warning=True)
     if config.family == "draft_model":
+        model = str(target.name_or_path)
+        if why := other_table(config, str(result.folder), model, target.vocab_size):
+            yield Fault("vocab_size", why, base.REFUSES)
         return
     made_for = result.section.get("num_target_layers", result.fields.get("num_target_layers"))
     for where, value, expected, engines in (

@@ -157,6 +157,23 @@ def _again(folder: str, format_: str) -> str:
     return f"draftsmith export {shlex.quote(folder)} OUT --format {format_}"
 
 
+def other_table(config: DrafterConfig, folder: str, target: str, vocab_size: int) -> str:
+    """Why vLLM refuses a draft model beside a target of `vocab_size` tokens, and the remedy; empty:
+    it does not, or `config` is of another family."""
+    if config.family != "draft_model" or getattr(config, "other_tokenizer", False):
+        return ""
+    if config.vocab_size == vocab_size:
+        return ""
+    plain = folder if config.quantization is None else "PLAIN"
+    command = f"draftsmith export {shlex.quote(plain)} OUT --model {shlex.quote(target)}"
+    if config.quantization is not None:
+        command += f" --quantize {config.quantization}"
+    return (
+        f"its table has {config.vocab_size:,} rows and the target's {vocab_size:,}; write one of"
+        f" that size: {command}"
+    )
+
+
 def vllm_method(method: str) -> dict[str, Any]:
     """The options of vLLM's speculative_config that name a family or another method."""
     family = LAYOUTS.get((NATIVE, method))

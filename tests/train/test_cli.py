@@ -40,6 +40,7 @@ from draftsmith.train.trainer import checkpoint
 from tests.support.cli import call, refused
 from tests.support.errors import raises_at
 from tests.support.targets import save_target
+from tests.support.tokenizers import byte_level
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -316,6 +317,30 @@ def test_inspect_of_a_drafter_of_other_weights_warns(drafter_folder, target_fold
         warned[model] = [fault["where"] for fault in faults if fault["warning"]]
         assert code == 0
     assert warned == {target_folder: [], other: ["target"]}
+
+
+@pytest.mark.parametrize("rows", [4000, 4160])
+def test_inspect_of_a_model_whose_table_vllm_refuses_names_the_command_that_mends_it(
+    target_folder, tmp_path, rows
+):
+    """Sizes of one model line are padded to different numbers of rows."""
+    model = save_target(tmp_path / "draft", vocab_size=rows, num_hidden_layers=1)
+    held = ("--model", target_folder)
+    assert faults(model, *held) == {"vocab_size"}
+    words = call("inspect", model, *held)[1].split()  # prose is wrapped
+    assert f"draftsmith export {model} OUT --model {target_folder}" in " ".join(words)
+    assert call("export", model, tmp_path / "fitted", *held)[0] == 0
+    assert not faults(tmp_path / "fitted", *held)
+    assert read_drafter_config(tmp_path / "fitted").vocab_size == 4096
+
+
+def test_export_of_a_model_of_another_tokenizer_for_a_target_is_refused(target_folder, tmp_path):
+    """Its table would then be taken for one of the target's tokens."""
+    other = byte_level(400)
+    model = save_target(tmp_path / "draft", vocab_size=len(other), num_hidden_layers=1)
+    other.save_pretrained(model)
+    held = ("--model", target_folder)
+    assert f"--model {target_folder}: " in refused("export", model, tmp_path / "out", *held)
 
 
 def test_inspect_shows_the_hash_of_the_chat_template_whole(drafter_folder):

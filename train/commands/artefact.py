@@ -99,6 +99,7 @@ def run_export(options: ExportOptions) -> None:
             dtype=dtype,
             provenance=_named_target(options.model),
             num_target_layers=options.target_layers,
+            target=_table_target(options),
         )
         console.print(f"{out}: {source} in the format {format}", highlight=False)
     else:
@@ -143,6 +144,33 @@ def _refuse_unused(options: ExportOptions) -> None:
 def _named_target(model: str) -> dict[str, Any]:
     """What an export says of the target that --model names."""
     return {"target": {"name_or_path": model}} if model else {}
+
+
+def _table_target(options: ExportOptions) -> Any:
+    """The target that --model names, if a draft model's table is of another size; else None.
+    ConfigError for another tokenizer: rows that are added or cut off would not make it fit."""
+    from draftsmith.inference.entrypoints.loading import load_own_tokenizer
+    from draftsmith.speculators.export import read_drafter_config
+    from draftsmith.speculators.export.serving_commands import other_table
+    from draftsmith.speculators.vocab.token_bytes import same_vocabulary
+    from draftsmith.train.recipe.sections import TargetSection
+
+    source = str(options.source)
+    config = read_drafter_config(source, options.target_layers)
+    if config.family != "draft_model" or not options.model:
+        return None
+    target = TargetSection(model=options.model)
+    sketch = target.sketch()
+    if not other_table(config, source, options.model, sketch.vocab_size):
+        return None
+    if reason := same_vocabulary(target.load_tokenizer(), load_own_tokenizer(source)):
+        raise ConfigError(
+            f"the draft model's tokenizer is not the target's: {reason}; give a target or a draft"
+            " model of the same line, or leave --model out and serve it with"
+            " use_heterogeneous_vocab",
+            where=f"--model {options.model}",
+        )
+    return sketch
 
 
 def _drafter_of(source: Path) -> Path:

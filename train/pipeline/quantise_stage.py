@@ -165,6 +165,7 @@ def quantise_export(
         dtype=dtype,
         provenance=provenance,
         num_target_layers=target.num_layers,
+        target=target,
         quantize=scheme,
         judge=judge,
     )

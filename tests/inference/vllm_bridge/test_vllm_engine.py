@@ -58,6 +58,14 @@ def test_family_is_named_and_sampled_as_here(tiny_model, target_folder, tmp_path
     assert needs == ({"hf_overrides": {"num_nextn_predict_layers": 1}} if family == "mtp" else {})
 
 
+def test_a_model_whose_table_vllm_refuses_is_refused_with_the_remedy(
+    tiny_model, target_folder, tmp_path
+) -> None:
+    tiny_model("llama", vocab_size=300).save_pretrained(model := tmp_path / "draft")
+    with raises_at(ConfigError, model):
+        speculative_config(drafting(target_folder, str(model), None))
+
+
 def drafting(model: str, drafter: str | None, method: str | None, **further) -> Drafting:
     sizes = {"num_speculative_tokens": 3, "rows": 4, "seed": 0}
     return Drafting.of(model, drafter, method, **sizes, options={}, further=further)
