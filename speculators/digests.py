@@ -17,6 +17,7 @@ from pathlib import Path
 
 from draftsmith.speculators.errors import DataError, HubError
 from draftsmith.speculators.hub import cached_folder, one_line, split_revision
+from draftsmith.speculators.target.adapted import adapted_model
 
 SUFFIXES = (".safetensors", ".bin")
 INDEX = "model.safetensors.index.json"
@@ -34,11 +35,16 @@ def weights_sha256(folder: str | os.PathLike[str]) -> str:
 
 
 def model_weights_sha256(path_or_id: str, revision: str | None = None) -> str:
-    """The same of a folder, or of a model of the Hub, whose weights need not be on this machine.
+    """The same of a folder, or of a model of the Hub, whose weights need not be on this machine. Of
+    an adapter's folder: over its weights and those of the model that it adapts.
 
     HubError: they are not, and the Hub does not answer."""
     folder = cached_folder(path_or_id, revision)
     name, revision = split_revision(path_or_id, revision)
+    base = adapted_model(name)
+    if base is not None:
+        parts = {"adapter": weights_sha256(folder), "base": model_weights_sha256(base)}
+        return _combined(parts)
     if Path(name).is_dir() or _is_whole(folder):
         return weights_sha256(folder)
     kept = _place(f"{name}@{folder.name}")

@@ -25,6 +25,21 @@ def cache(tmp_path, monkeypatch) -> Path:
     return tmp_path / "cache"
 
 
+def test_weights_hash_of_an_adapter_follows_the_model_that_it_adapts(tmp_path):
+    """Texts and states that were kept of it are no longer the target's once that model changes."""
+    base = tmp_path / "base"
+    adapter = tmp_path / "lora"
+    write(adapter / "adapter_model.safetensors", b"lora")
+    fields = {"base_model_name_or_path": str(base)}
+    (adapter / "adapter_config.json").write_text(json.dumps(fields))
+    hashes = set()
+    for weights in (b"1", b"22"):
+        write(base / "model.safetensors", weights)
+        hashes |= {model_weights_sha256(str(folder)) for folder in (base, adapter)}
+    write(adapter / "adapter_model.safetensors", b"other")
+    assert len(hashes | {model_weights_sha256(str(adapter))}) == 5
+
+
 @pytest.fixture
 def reads(monkeypatch) -> list[str]:
     """The files that were read."""

@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import torch
 
-from draftsmith.speculators.digests import model_weights_sha256, weights_sha256
+from draftsmith.speculators.digests import model_weights_sha256
 from draftsmith.speculators.drafter import Drafter
 from draftsmith.speculators.errors import CheckpointError, ConfigError
 from draftsmith.speculators.export import (
@@ -73,7 +73,8 @@ def export(
         before, after = trained.joint.held_out_loss(texts)
         change = {"before": before, "after": after, "responses": len(texts)}
         trained.joint.export(out / TARGET, trained.tokenizer, change)
-        target = {"name_or_path": str(out / TARGET), WEIGHTS_HASH: weights_sha256(out / TARGET)}
+        name = str(out / TARGET)
+        target = {"name_or_path": name, WEIGHTS_HASH: model_weights_sha256(name)}
     else:
         weights = model_weights_sha256(recipe.target.model, recipe.target.revision)
         target = {WEIGHTS_HASH: weights}
