@@ -34,9 +34,14 @@ from draftsmith.inference.spec_decode.proposers.methods import method_options
 from draftsmith.inference.vllm_bridge.counters import metrics_of, response_of
 from draftsmith.inference.vllm_python import vllm_python, vllm_version
 from draftsmith.speculators.errors import ConfigError, DraftsmithError
-from draftsmith.speculators.export import read_drafter_config, resolve
-from draftsmith.speculators.export.formats import LAYOUTS, NATIVE
-from draftsmith.speculators.export.serving_commands import other_table, vllm_method
+from draftsmith.speculators.export import read_drafter_config, read_fields, resolve
+from draftsmith.speculators.export.formats import LAYOUTS, NATIVE, format_of
+from draftsmith.speculators.export.serving_commands import (
+    holds_drafter,
+    not_in_vllm,
+    other_table,
+    vllm_method,
+)
 from draftsmith.speculators.precision import running_dtype
 
 VLLM = "vllm"
@@ -268,11 +273,14 @@ def speculative_config(
     target = target_config(drafting.model, **drafting.source)
     head: Any = read_drafter_config(drafting.drafter, target.num_hidden_layers)
     layout = LAYOUTS[NATIVE, head.family].layout
-    if why := layout.dropped(version) or ("" if layout.in_vllm else layout.no_vllm(head)):
+    format_ = format_of(read_fields(drafting.drafter))
+    if why := not_in_vllm(head, drafting.drafter, drafting.model, format_, version):
         raise ConfigError(f"{why}; use --engine draftsmith", where=f"{drafting.drafter}")
     if why := other_table(head, drafting.drafter, drafting.model, target.vocab_size):
         raise ConfigError(f"vLLM refuses it: {why}", where=f"{drafting.drafter}")
     config |= vllm_method(head.family) | {"model": str(resolve(drafting.drafter))}
+    if holds_drafter(drafting.model, drafting.drafter):
+        del config["model"]  # vLLM finds it there
     if getattr(head, "other_tokenizer", False):
         config["use_heterogeneous_vocab"] = True
         needs["skip_tokenizer_init"] = False

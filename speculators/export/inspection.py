@@ -66,6 +66,11 @@ class Inspection:
             "name_or_path"
         )
 
+    @property
+    def holds_target(self) -> bool:
+        """True if the folder is a target's checkpoint that has a drafter of its own."""
+        return self.layout is not None and self.layout.holds_target(set(self.headers))
+
     def add(self, where: str, text: str, engines: str = "", *, warning: bool = False) -> None:
         """A fault more; `engines`: what they make of it."""
         self.faults.append(Fault(where, text, engines, warning))

@@ -10,6 +10,7 @@ import json
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from draftsmith.speculators.config import DrafterConfig
@@ -50,8 +51,9 @@ def serving(
 
     `method`: a family, whose `folder` holds a drafter of `config` in `format`, or a training-free
     method with `training_free`, its MethodOptions of the runtime. `target`: folder or id, if
-    known. `tokens`: drafts per round. `vllm_version`: such as 0.33.0, ConfigError for what is none;
-    None: the newest vLLM that serves it."""
+    known; that `folder` where the drafter lies in its target's checkpoint. `tokens`: drafts per
+    round. `vllm_version`: such as 0.33.0, ConfigError for what is none; None: the newest vLLM that
+    serves it."""
     target = target or "TARGET"
     speculative_config: dict[str, Any] = {"method": method}
     if config is None:
@@ -105,15 +107,15 @@ def _vllm(
     version: str | None,
 ) -> ServingCommand:
     folder = speculative_config["model"]
-    written_as = layout_for(format_, config.family)
-    layout = written_as.layout
-    if why := written_as.no_vllm(config) or layout.dropped(version):
-        if format_ in ("sglang", "transformers"):
-            why = f"this folder is in the format {format_}: {why}; {_again(folder, NATIVE)}"
+    layout = layout_for(format_, config.family).layout
+    if why := not_in_vllm(config, folder, target, format_, version):
         return ServingCommand("vLLM", note=why)
     options = {**speculative_config, **vllm_method(config.family)}
     if layout.vllm_samples and not getattr(config, "other_tokenizer", False):
         options["draft_sample_method"] = "probabilistic"  # as here; vLLM's default is greedy
+    if holds_drafter(target, folder):  # vLLM finds it there
+        del options["model"]
+        return ServingCommand("vLLM", vllm_command(target, options), options, layout.vllm_note)
     if format_ == "speculators":
         note = "config.json names the target; with other options: --speculative-config"
         return ServingCommand("vLLM", f"vllm serve {shlex.quote(folder)}", options, note)
@@ -155,6 +157,25 @@ def _sglang_command(target: str, flags: Options, note: str = "") -> ServingComma
 
 def _again(folder: str, format_: str) -> str:
     return f"draftsmith export {shlex.quote(folder)} OUT --format {format_}"
+
+
+def not_in_vllm(
+    config: DrafterConfig, folder: str, target: str, format_: str, version: str | None
+) -> str:
+    """Why vLLM `version` (None: any) does not serve the drafter of `folder`, and the remedy; empty:
+    it does."""
+    if holds_drafter(target, folder):
+        return ""
+    written_as = layout_for(format_, config.family)
+    why = written_as.no_vllm(config) or written_as.layout.dropped(version)
+    if why and format_ in ("sglang", "transformers"):
+        return f"this folder is in the format {format_}: {why}; {_again(folder, NATIVE)}"
+    return why
+
+
+def holds_drafter(target: str, folder: str) -> bool:
+    """True if a drafter's `folder` is its target's own, as that of an MTP module may be."""
+    return Path(folder) == Path(target)
 
 
 def other_table(config: DrafterConfig, folder: str, target: str, vocab_size: int) -> str:

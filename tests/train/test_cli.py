@@ -319,6 +319,18 @@ def test_inspect_of_a_drafter_of_other_weights_warns(drafter_folder, target_fold
     assert warned == {target_folder: [], other: ["target"]}
 
 
+def test_inspect_of_a_target_with_a_module_of_its_own_serves_that_target(tmp_path):
+    whole = save_target(tmp_path / "whole", "qwen2")
+    target = FrozenTarget.from_pretrained(str(whole))
+    module = family_class("mtp")(config_for_target(target, "mtp"))
+    alone = export_drafter(module, tmp_path / "alone", dtype=torch.float32)
+    shutil.copy(alone / "model.safetensors", whole / "mtp.safetensors")
+    code, output = call("inspect", whole)
+    assert code == 0 and f"taps                [{target.num_layers}]" in output
+    assert f"vllm serve {whole} --speculative-config" in output
+    assert "TARGET" not in output and "hf-overrides" not in output
+
+
 @pytest.mark.parametrize("rows", [4000, 4160])
 def test_inspect_of_a_model_whose_table_vllm_refuses_names_the_command_that_mends_it(
     target_folder, tmp_path, rows

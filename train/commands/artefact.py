@@ -251,7 +251,8 @@ def inspect(
         result = _held_to(target, drafter, target_layers)
     commands = []
     if result.config is not None:
-        commands = _commands(result.config, result.fields, drafter, model, vllm_version)
+        own = drafter if result.holds_target else ""
+        commands = _commands(result.config, result.fields, drafter, model or own, vllm_version)
     if as_json:
         typer.echo(json.dumps(_as_tree(result, commands), indent=2))
     else:

@@ -151,6 +151,10 @@ class Layout:
         """As `no_vllm`, of SGLang."""
         return ""
 
+    def holds_target(self, names: set[str]) -> bool:
+        """True if a folder with these tensors is the target's own checkpoint, drafter included."""
+        return False
+
     # -------------------------------------------------------------- files
 
     def fitted(self, drafter: Drafter) -> Drafter:

@@ -99,6 +99,10 @@ class MtpLayout(Layout):
         return "vLLM reads it from the target's checkpoint: draftsmith export --into puts it there"
 
     @override
+    def holds_target(self, names: set[str]) -> bool:
+        return any(name.startswith("model.layers.0.") for name in names)
+
+    @override
     def name_in_file(self, name: str, config: Any) -> str:
         names = NAMES[config.layout]
         part, _, rest = name.partition(".")
@@ -140,7 +144,7 @@ class MtpLayout(Layout):
                 f" ({', '.join(sorted(modules))}); expected one, run again for each further token",
                 where=where,
             )
-        whole = any(name.startswith("model.layers.0.") for name in names)  # the target is there too
+        whole = self.holds_target(names)
         usual = "residual" if whole and layout == "mimo" else "normed"
         read = {"dtype": contents.dtype, "hidden_state": fields.get("mtp_hidden_state") or usual}
         if (size := contents.section.get("draft_vocab_size")) is not None:
@@ -148,7 +152,7 @@ class MtpLayout(Layout):
         contents.require("num_hidden_layers")
         if layout in BORROWED:
             return self._borrowed(fields, layout, modules, where, read)
-        layers = contents.layers or (fields["num_hidden_layers"] if whole else None)
+        layers = fields["num_hidden_layers"] if whole else contents.layers
         head = replace(contents, layers=layers).head_fields() | {"num_layers": 1} | read
         return build_config(where, "mtp", layout=layout, **head)
 

@@ -4,6 +4,7 @@ is told."""
 from __future__ import annotations
 
 import importlib.util
+import shutil
 import sys
 
 import pytest
@@ -64,6 +65,28 @@ def test_a_model_whose_table_vllm_refuses_is_refused_with_the_remedy(
     tiny_model("llama", vocab_size=300).save_pretrained(model := tmp_path / "draft")
     with raises_at(ConfigError, model):
         speculative_config(drafting(target_folder, str(model), None))
+
+
+def test_a_folder_in_another_engines_format_is_refused(tiny_model, target_folder, tmp_path) -> None:
+    """vLLM would read its taps a layer too early, and accept less without a word."""
+    target = FrozenTarget(tiny_model("llama", vocab_size=259))
+    head = family_class("eagle3")(config_for_target(target, "eagle3", tap_layers=(1, 2))).attach(
+        target
+    )
+    folder = export_drafter(head, tmp_path / "head", dtype=torch.float32, format="sglang")
+    with raises_at(ConfigError, folder):
+        speculative_config(drafting(target_folder, str(folder), None))
+
+
+def test_a_module_of_its_target_is_asked_of_the_target(tiny_model, target_folder, tmp_path) -> None:
+    """vLLM finds it there."""
+    target = FrozenTarget(tiny_model("llama", vocab_size=259))
+    module = family_class("mtp")(config_for_target(target, "mtp"))
+    alone = export_drafter(module, tmp_path / "alone", dtype=torch.float32)
+    whole = shutil.copytree(target_folder, tmp_path / "whole")
+    shutil.copy(alone / "model.safetensors", whole / "mtp.safetensors")
+    config, _ = speculative_config(drafting(str(whole), str(whole), None))
+    assert config["method"] == "mtp" and "model" not in config
 
 
 def drafting(model: str, drafter: str | None, method: str | None, **further) -> Drafting:
