@@ -120,11 +120,15 @@ MLP_VARIANTS: dict[str, list[str]] = {
     "depths_2": ["drafter.unroll_steps=2"],
     "muon": [*MUON, "training.muon_learning_rate=0.02"],
 }
-# Of draft_model, which starts from two of the target's layers; not measured yet.
+# Of draft_model, which starts from two of the target's layers; the last is its recipe of before.
 DRAFT_MODEL_VARIANTS: dict[str, list[str]] = {
     "default": [],
-    "muon": [*MUON, "training.muon_learning_rate=0.02"],
-    "muon_0.005": [*MUON, *FITTED_RATES],
+    "adamw": [
+        "training.optimizer=adamw",
+        "training.muon_learning_rate=null",
+        "training.learning_rate=1e-3",
+        "training.warmup_ratio=null",
+    ],
 }
 BY_FAMILY = {
     "eagle3": VARIANTS,

@@ -22,6 +22,7 @@ from rich.text import Text
 from draftsmith.inference.progress import Stages
 from draftsmith.inference.whole_file import check_writable, write_whole
 from draftsmith.speculators.errors import ConfigError, DataError
+from draftsmith.speculators.traits import SHORT_TRAINING
 from draftsmith.train.commands.options import Gpu, Model
 
 if TYPE_CHECKING:
@@ -192,11 +193,19 @@ def _begin(new: NewRecipe, data: Path, validation: Path | None) -> ExamplesRead:
     new.put("data.on_bad_row", "drop")
     if "from_target" in family_class(new.tree["family"]).options.model_fields:
         new.put("drafter.from_target", {"spread": LAYERS}, "its start")
-        rate_comment = "layers cut out of the target have much to learn"
-        new.put("training.learning_rate", 1e-3, rate_comment)
+        _fill_start_of_layers(new)
     recipe = new.checked()
     recipe.target.sketch()  # a model that is not there is refused before the data is read
     return _read(recipe, data, validation)
+
+
+def _fill_start_of_layers(new: NewRecipe) -> None:
+    """Puts the rates of a head, in place of those that go on gently with a trained model: layers
+    cut out of the target have much to learn."""
+    for name, value in SHORT_TRAINING.items():
+        new.put(f"training.{name}", value)
+    comment = "layers cut out of the target have much to learn, and learn it faster by Muon"
+    new.comments["training.optimizer"] = comment
 
 
 def _fill_thinking(new: NewRecipe, thinking: bool | None, console: Console) -> None:
