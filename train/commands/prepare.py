@@ -82,8 +82,9 @@ def _read(
 ) -> tuple[Prepared, list[int], str]:
     """The examples, the tokens of each prompt or row, and what these are."""
     from draftsmith.train.data.packing import prepare_rows
-    from draftsmith.train.data.prepare import Prepared, askable, training_examples
+    from draftsmith.train.data.prepare import Prepared, training_examples
     from draftsmith.train.data.sources import load_sources
+    from draftsmith.train.data.tokenising import prompts_of
 
     data = recipe.data
     if validation:
@@ -95,9 +96,8 @@ def _read(
             prepared.examples, tokenizer, max_length=data.max_length, bad=bad
         )
         return prepared, list(map(len, rows)), str(statistics)
-    examples = askable(prepared.examples, tokenizer, bad)
-    lengths = [len(tokenizer.prompt_ids(example)) for example in examples]
-    what = f"{counted(len(examples), 'prompt')}, whose responses the target is to write"
+    lengths = list(map(len, prompts_of(prepared.examples, tokenizer, bad).values()))
+    what = f"{counted(len(lengths), 'prompt')}, whose responses the target is to write"
     if too_long := sum(length > data.max_length - 2 for length in lengths):
         what += f"; {too_long:,} leave no room in data.max_length"
         if recipe.regenerate.turns == "last":

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -23,7 +22,6 @@ from draftsmith.train.data.loss_mask import ConversationTokenizer
 from draftsmith.train.data.packing import conversation_tokenizer, template_date
 from draftsmith.train.data.selection import LeftOut, decontaminate, deduplicate, mix
 from draftsmith.train.data.sources import load_sources, read_sources
-from draftsmith.train.data.tokenising import prompts_of
 from draftsmith.train.recipe.data_sections import DataSection
 from draftsmith.train.recipe.recipe import Recipe
 
@@ -102,13 +100,6 @@ def suite_turns(recipe: Recipe) -> list[Example]:
         for row in load_suite(name, path)
         for turn in row.turns
     ]
-
-
-def askable(
-    examples: Sequence[Example], tokenizer: ConversationTokenizer, bad: BadRows
-) -> list[Example]:
-    """The examples that make a prompt, as in `prompts_of`."""
-    return [examples[number] for number in prompts_of(examples, tokenizer, bad)]
 
 
 def _named(path: Path, *names: str) -> Path:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.markup import escape
 
@@ -46,8 +47,9 @@ from draftsmith.speculators.errors import ConfigError, DataError
 from draftsmith.speculators.target.longrope import trained_length
 from draftsmith.train.data.examples import Example
 from draftsmith.train.data.loss_mask import ConversationTokenizer
-from draftsmith.train.data.prepare import askable, bad_rows, run_tokenizer
+from draftsmith.train.data.prepare import bad_rows, run_tokenizer
 from draftsmith.train.data.sources import load_sources
+from draftsmith.train.data.tokenising import prompts_of
 from draftsmith.train.recipe.recipe import EXPORT, PAGE, REPORT, TARGET, Recipe
 from draftsmith.train.recipe.sections import GATES, GATES_OF_TEMPERATURES
 from draftsmith.train.trainer.joint_target import change_of
@@ -291,12 +293,12 @@ def workloads(
     if not sources:
         return {}
     asker = Asker.of(recipe)
-    by_workload: dict[str, list[list[int]]] = {}
+    by_workload: dict[str, list[np.ndarray]] = {}
     bad = bad_rows(recipe.data, folder, use="evaluation")
     without_room = 0
-    for example in askable(load_sources(sources, bad=bad), asker.tokenizer, bad):
-        fitting = by_workload.setdefault(example.workload, [])
-        prompt = asker.tokenizer.prompt_ids(example)
+    examples = load_sources(sources, bad=bad)
+    for number, prompt in prompts_of(examples, asker.tokenizer, bad).items():
+        fitting = by_workload.setdefault(examples[number].workload, [])
         if len(prompt) + asker.max_tokens <= asker.limit:
             fitting.append(prompt)
         else:
@@ -311,7 +313,7 @@ def workloads(
             f"evaluation prompts: {without_room} left out, which leave no room for a response of"
             f" {asker.max_tokens} tokens in the target's context of {asker.limit}"
         )
-    return chosen
+    return {name: [prompt.tolist() for prompt in prompts] for name, prompts in chosen.items()}
 
 
 def check_prompts(recipe: Recipe) -> None:

@@ -18,9 +18,10 @@ from draftsmith.train.data.bad_rows import BadRow, BadRows
 from draftsmith.train.data.examples import Example, parse_row
 from draftsmith.train.data.loss_mask import ConversationTokenizer
 from draftsmith.train.data.packing import prepare_rows
-from draftsmith.train.data.prepare import askable, bad_rows, training_examples
+from draftsmith.train.data.prepare import bad_rows, training_examples
 from draftsmith.train.data.readers import rows_of
 from draftsmith.train.data.sources import load_sources
+from draftsmith.train.data.tokenising import prompts_of
 from draftsmith.train.recipe.data_sections import Source
 from draftsmith.train.recipe.recipe import Recipe, make_recipe
 from tests.support.damaged_conversations import BAD, BOM, MESSAGES, UNPROVED, WHOLE, row
@@ -109,8 +110,9 @@ def test_with_regeneration_a_row_without_an_answer_is_a_prompt(
     lines = WHOLE | BAD | UNPROVED
     recipe = recipe_of(written(tmp_path, lines), tmp_path, regenerate=True, on_bad_row="drop")
     bad = bad_rows(recipe.data, tmp_path / "run")
-    asked = askable(training_examples(recipe, bad, None).examples, tokenizer, bad)
-    assert sorted([*lines][line_of(e.origin) - 1] for e in asked) == sorted(WHOLE | UNPROVED)
+    examples = training_examples(recipe, bad, None).examples
+    asked = [examples[number].origin for number in prompts_of(examples, tokenizer, bad)]
+    assert sorted([*lines][line_of(origin) - 1] for origin in asked) == sorted(WHOLE | UNPROVED)
     assert {[*lines][line_of(origin) - 1] for origin in bad.reasons} == {*BAD}
 
 

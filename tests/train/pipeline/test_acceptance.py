@@ -19,6 +19,8 @@ from draftsmith.inference.evaluation.evaluate import EvaluationStopped
 from draftsmith.inference.progress import Stages
 from draftsmith.inference.report.schema import OUR_ENGINE, load_report
 from draftsmith.speculators.errors import CheckpointError, ConfigError, DataError
+from draftsmith.train.data.examples import Example
+from draftsmith.train.data.loss_mask import ConversationTokenizer
 from draftsmith.train.pipeline.acceptance_stage import (
     accept,
     check_prompts,
@@ -154,6 +156,22 @@ def test_prompts_end_where_the_target_goes_on(world) -> None:
     long = recipe(max_tokens=250)
     with pytest.raises(DataError, match="'sums'"):
         workloads(long, settings_of(long))
+
+
+def test_workloads_tokenise_each_prompt_once(world, monkeypatch) -> None:
+    """A file of the user's may have thousands of long conversations."""
+    _, recipe = world
+    built = recipe()
+    tokenised: list[str] = []
+    prompt_ids = ConversationTokenizer.prompt_ids
+
+    def counted(tokenizer: ConversationTokenizer, example: Example) -> list[int]:
+        tokenised.append(example.origin)
+        return prompt_ids(tokenizer, example)
+
+    monkeypatch.setattr(ConversationTokenizer, "prompt_ids", counted)
+    workloads(built, settings_of(built))
+    assert tokenised and len(set(tokenised)) == len(tokenised)
 
 
 def test_prompts_that_are_left_out_are_counted(world, tmp_path) -> None:
