@@ -247,15 +247,19 @@ class StagePlan:
     def held(self) -> Parts:
         """Bytes of one device that are exact: weights, gradients and optimizer states."""
         target = self.whole_target if self.recipe.trains_with_decoder else self.target_head
-        state = self.head.state_dict().values()  # in float32
-        sizes = (t.numel() * (4 if t.is_floating_point() else t.element_size()) for t in state)
         return {
             "target's weights": target,
-            "drafter's weights": sum(sizes),
+            "drafter's weights": self.head_bytes,
             "gradients": 4 * self.trainable,
             f"states of {self.training.optimizer}": self.optimizer_bytes,
             "LoRA, its gradients and states": 16 * self.lora,  # AdamW's, all in float32
         }
+
+    @property
+    def head_bytes(self) -> int:
+        """Bytes of the drafter's weights in float32, and of what it keeps beside them."""
+        state = self.head.state_dict().values()
+        return sum(t.numel() * (4 if t.is_floating_point() else t.element_size()) for t in state)
 
     @property
     def lora(self) -> int:
@@ -356,13 +360,12 @@ class StagePlan:
     @property
     def disk(self) -> Parts:
         """Bytes left on the disk: two checkpoints, the best weights, and features."""
-        weights = 4 * sum(tensor.numel() for tensor in self.head.state_dict().values())
         cached = self.feature_bytes * self.tokens if self.recipe.features.mode == "cache" else 0
         joint = self.recipe.joint
         whole = self.target.num_parameters * self.target.checkpoint_dtype.itemsize
         trained = whole if joint and joint.export == "merged" else 4 * self.lora
         return {
-            "checkpoints": 3 * weights + 2 * self.optimizer_bytes + 28 * self.lora,
+            "checkpoints": 3 * self.head_bytes + 2 * self.optimizer_bytes + 28 * self.lora,
             "trained target": trained,
             "features": cached,
         }

@@ -56,7 +56,8 @@ FILTERS = [
 
 @pytest.mark.parametrize("filters", FILTERS, ids=str)
 def test_filters_match_the_reference(filters):
-    """In the order of the reference: temperature, min-p, top-k, top-p."""
+    """In the order of the reference: temperature, min-p, top-k, top-p; in float32, whatever the
+    dtype of the logits."""
     params = SamplingParams(**filters)
     logits = torch.randn(4, 2, 300, generator=torch.Generator().manual_seed(1))
     logits[2:] *= 3.0
@@ -66,6 +67,8 @@ def test_filters_match_the_reference(filters):
     assert ((p > 0) == (expected > 0)).all()
     torch.testing.assert_close(p, expected.float(), rtol=1e-5, atol=1e-8)
     torch.testing.assert_close(p.sum(-1), torch.ones(4, 2))
+    half = logits.bfloat16()
+    assert torch.equal(probabilities(half, params), probabilities(half.float(), params))
 
 
 @pytest.mark.parametrize("claimed", [False, True])

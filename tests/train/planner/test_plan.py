@@ -103,6 +103,7 @@ def test_bytes_held_are_exact(family, optimizer, folder, tmp_path):
     checkpoint.save_best(tmp_path, drafter)
     saved = load_file(tmp_path / "best" / "drafter.safetensors").values()
     assert held["drafter's weights"] == sum(tensor.nbytes for tensor in saved)
+    assert plan.disk["checkpoints"] == 3 * held["drafter's weights"] + 2 * plan.optimizer_bytes
     batch = torch.randint(5, 4096, (1, 7))
     features = target.features(batch, torch.arange(7)[None], torch.zeros_like(batch), batch > 0)
     read = [part for part in (features.taps, features.last_hidden) if part is not None]
