@@ -108,6 +108,7 @@ def test_reads_are_views_and_growth_keeps_what_was_written():
     assert cache.capacity == 8 and cache.bytes() == 2 * (2 * 2 * 8 * 3) * 4
     assert keys[0, 0, :, 0].tolist() == [1, 1, 1, 7, 7] and values[1, 1, :2, 2].tolist() == [-7, -7]
     cache.advance(0, 2)
+    assert cache.position_ids(0, 1, 7).max() < cache.capacity  # of which rotary tables are made
     write(cache, 0, 1, 7, 3)
     assert cache.capacity == 12
     with raises_at(ConfigError, "RaggedCache"):
@@ -149,6 +150,7 @@ def test_mistakes_are_refused():
     for mistake, where in (
         (lambda: cache.truncate(0, 1), "RaggedCache.truncate"),
         (lambda: cache.advance(0, 9), "RaggedCache"),
+        (lambda: cache.advance(0, -1), "RaggedCache"),
         (lambda: cache.view(0, 1, 2).update(keys, keys, 0), "RaggedView"),
         (lambda: cache.reserve(0, 2, 9), "RaggedCache"),
     ):
@@ -176,8 +178,9 @@ def test_keep_closes_up_what_was_accepted():
 
 
 def test_a_tree_sees_the_text_and_its_ancestors():
-    cache = RaggedCache(2, 32)
+    cache = RaggedCache(3, 32)
     cache.reserve_all()
+    cache.advance(2, 9)  # a row that is not asked for
     cache.advance(0, 3)
     cache.advance(1, 1)
     visible = (
@@ -193,7 +196,8 @@ def test_a_tree_sees_the_text_and_its_ancestors():
     static = StaticRows(torch.tensor([3, 1]), keys, keys, 4, 7)
     same = static.tree_mask(0, 2, static.lengths, visible)
     assert torch.equal(same[0], mask) and torch.equal(same[1], index)
-    blind = static.tree_mask(0, 2, static.lengths, torch.zeros_like(visible))[0]
+    no_text = torch.zeros(2, dtype=torch.long)
+    blind = static.tree_mask(0, 2, no_text, torch.zeros_like(visible))[0]
     assert blind.any(-1).all()  # padding that saw nothing would give NaN
     # half of the tree is written already: two new tokens after two drafts
     cache.advance(0, 2)
