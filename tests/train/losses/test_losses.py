@@ -126,10 +126,36 @@ def test_gradient_of_the_hybrid_holds_lambda_fixed() -> None:
     torch.testing.assert_close(actual, expected)
 
 
-@pytest.mark.parametrize("name", ["forward_kl", "reverse_kl", "jsd", "tv"])
-def test_zero_exactly_where_the_distributions_meet(name: str) -> None:
-    _, p, labels = sample_rows(mass=1.0)
-    torch.testing.assert_close(DIVERGENCES[name](p.log(), p, labels), torch.zeros(4, dtype=p.dtype))
+def test_values_are_those_of_the_definitions() -> None:
+    z, p, labels = sample_rows(mass=1.0)
+    q = z.detach().softmax(-1)
+
+    def kl(a: Tensor, b: Tensor) -> Tensor:
+        return (a * (a / b).log()).sum(-1)
+
+    alpha = 1 - (p - q).abs().sum(-1) / 2
+    middle = 0.2 * p + 0.8 * q
+    picked = torch.where(labels < 0, 1.0, q[range(4), labels])
+    best, places = p.sort(-1, descending=True)
+    weight = (-3 * alpha).exp()
+    expected = {
+        "forward_kl": kl(p, q),
+        "reverse_kl": kl(q, p),
+        "jsd": 0.2 * kl(p, middle) + 0.8 * kl(q, middle),
+        "tv": 1 - alpha,
+        "neg_log_acceptance": -alpha.log(),
+        "lk_hybrid": weight * kl(p, q) + (1 - weight) * (1 - alpha),
+        "cross_entropy": -picked.log(),
+        "cross_entropy_argmax": -q.gather(-1, places[:, :1])[:, 0].log(),
+        "top_k_cross_entropy": -(best * q.gather(-1, places).log())[:, :3].sum(-1),
+    }
+    options = {"jsd": {"beta": 0.2}, "top_k_cross_entropy": {"k": 3}}
+    assert expected.keys() == DIVERGENCES.keys() - ON_STATES
+    for name, value in expected.items():
+        found = DIVERGENCES[name](q.log(), p, labels, **options.get(name, {}))
+        torch.testing.assert_close(found, value)
+    x, y = torch.tensor([[0.5, 3.0]]), torch.tensor([[0.0, 0.0]])
+    assert DIVERGENCES["smooth_l1"](x, y).tolist() == [(0.5 * 0.5**2 + 3.0 - 0.5) / 2]
 
 
 @pytest.mark.parametrize("name", ["reverse_kl", "jsd", "tv", "neg_log_acceptance"])
