@@ -202,6 +202,14 @@ def test_a_wrong_mix_says_which_key(loss: dict, key: str) -> None:
         Mix.parse(loss)
 
 
+def test_states_of_two_widths_have_no_distance() -> None:
+    setup = Setup(False)
+    setup.target = nn.Linear(2 * D, V).double()
+    setup.target_hidden = torch.randn(N, 2 * D).double()
+    with raises_at(ConfigError, "loss.smooth_l1"):
+        chunked_objective(*setup.arguments({"smooth_l1": 1.0}))
+
+
 # --- chunked against plain ---
 
 

@@ -57,7 +57,10 @@ def test_fixed_weights_sum_to_one() -> None:
     "value, key",
     [
         ({"gamma": 4.0, "uniform": True}, "position_weights"),
-        ({"gamma": 0.0}, "position_weights.gamma"),
+        *(({"gamma": value}, "position_weights.gamma") for value in (0.0, math.inf)),
+        *(({"step_decay": value}, "position_weights.step_decay") for value in (0.0, 1.5)),
+        ({"uniform": False}, "position_weights.uniform"),
+        *(({"d_pace": value}, "position_weights.d_pace") for value in (-0.5, 1.5)),
         ({"d_pace": True}, "position_weights.d_pace"),
     ],
 )
