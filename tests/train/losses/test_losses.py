@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from draftsmith.speculators import kernels
 from draftsmith.speculators.errors import ConfigError
 from draftsmith.speculators.vocab.draft_vocab import to_draft_ids
-from draftsmith.train.losses.chunked import may_overwrite
+from draftsmith.train.losses.chunked import ARGMAX_BLOCK, argmax, may_overwrite
 from draftsmith.train.losses.divergences import CLOSED_FORM, DIVERGENCES, ON_STATES, Mix, overlap
 from draftsmith.train.losses.objective import StepMetrics, chunked_objective, in_loop_lengths
 from tests.support.cases import BASE, world_of
@@ -271,6 +271,11 @@ def test_a_target_that_masks_tokens_gives_no_nan(name: str) -> None:
     hidden, head, target_hidden, target, *rest = setup.arguments({name: 1.0})
     loss, _ = chunked_objective(hidden, head, target_hidden, lambda h: target(h) + blocked, *rest)
     assert loss.isfinite() and all(grad.isfinite().all() for grad in setup.gradients(loss))
+
+
+def test_argmax_by_blocks_is_the_first_of_the_largest() -> None:
+    z = torch.randint(0, 9, (5, 3, 4 * ARGMAX_BLOCK)).float()
+    assert argmax(z)[..., 0].tolist() == z.numpy().argmax(-1).tolist()
 
 
 # --- compiled ---

@@ -289,7 +289,9 @@ def test_servers_take_no_time_of_the_trainer_and_have_to_keep_up_with_it(folder)
 
 def test_unknown_devices_and_unknown_data(recipe_file, tmp_path):
     assert "--gpu abacus" in refused("plan", recipe_file, "--gpu", "abacus")
-    assert "--gpu" in verdict(make_plan(load_recipe(recipe_file)))
+    of_no_device = make_plan(load_recipe(recipe_file))
+    assert "--gpu" in verdict(of_no_device)
+    assert of_no_device.fits and not of_no_device.warnings and of_no_device.seconds is None
     hub = read(recipe_file)
     hub["data"]["train"] = [{"name": "org/chats"}]
     hub["training"] = {"epochs": 1}
