@@ -300,6 +300,7 @@ def test_unknown_devices_and_unknown_data(recipe_file, tmp_path):
     assert code == 0 and "--examples" in output
     plan = make_plan(load_recipe(recipe_file), DEVICES["l4"], examples=1000)
     assert plan.seconds > 0 and "1,000 examples" in plan.assumptions[0]
+    assert plan.assumptions[0].startswith("org/chats")
 
 
 @pytest.mark.slow
@@ -407,8 +408,8 @@ def test_count_tokens_of_all_turns_cuts_each_response_at_the_longest_that_is_wri
     path = tmp_path / "chats.jsonl"
     path.write_text(json.dumps({"messages": turn * 2}) + "\n")
 
-    def counted(longest: int) -> TokenCount:
-        recipe = tree(folder) | {"data": {"train": [{"path": str(path)}], "max_length": 512}}
+    def counted(longest: int, row: int = 512) -> TokenCount:
+        recipe = tree(folder) | {"data": {"train": [{"path": str(path)}], "max_length": row}}
         section = {"turns": "all", "max_new_tokens": longest}
         (count,) = count_tokens(make_recipe(recipe | {"regenerate": section}))
         return count
@@ -416,6 +417,8 @@ def test_count_tokens_of_all_turns_cuts_each_response_at_the_longest_that_is_wri
     short, long = counted(16), counted(32)
     assert (short.supervised, long.supervised) == (2 * 16, 2 * 32)
     assert long.tokens - short.tokens == 2 * 16
+    cut = counted(32, row=long.tokens - 10)
+    assert (cut.tokens, cut.supervised) == (long.tokens - 10, long.supervised - 10)
 
 
 @pytest.mark.slow
