@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import errno
 import json
+import math
 import os
 import re
 import signal
@@ -16,12 +17,13 @@ import pytest
 import torch
 
 from draftsmith.speculators.errors import CheckpointError, ConfigError
+from draftsmith.train.losses.divergences import DIVERGENCES
 from draftsmith.train.trainer import checkpoint
 from draftsmith.train.trainer import trainer as module
 from draftsmith.train.trainer.checkpoint import TrainState
 from draftsmith.train.trainer.optimizers import learning_rate
 from draftsmith.train.trainer.pace import FEW_STEPS, first_step_warning, pace_warning
-from draftsmith.train.trainer.step_records import EXPECTED
+from draftsmith.train.trainer.step_records import EXPECTED, Unread, flat
 from draftsmith.train.trainer.trainer import MAX_SKIPPED, Diverged, Interrupted, Trainer
 from tests.support.disks import full_disk
 from tests.support.errors import raises_at
@@ -35,6 +37,30 @@ def test_loss_falls_and_records_are_complete(tiny_model, tmp_path):
     assert last["loss"] < 0.8 * first["loss"]
     assert len(first["acceptance_rate"]) == 3 and 1 <= first["in_loop_acceptance_length"] <= 4
     assert state.step == 25 and [r["step"] for r in state.history] == list(range(1, 26))
+
+
+def test_record_of_a_step_has_the_rates_of_its_terms_and_no_number_that_json_lacks():
+    """Of two depths: three of four drafts accepted and two right, and none at all."""
+    numbers = torch.tensor([3, 0, 2, 0, 10, 4, 0.5, 20, 12, 4, 0, math.inf]).double()
+    record, tokens = Unread({"step": 7, "learning_rate": 0.1}, numbers).read(2)
+    assert tokens == [20, 12]
+    assert record == {
+        "step": 7,
+        "loss": 0.5,
+        "learning_rate": 0.1,
+        "grad_norm": None,
+        "acceptance_rate": [0.75, 0],
+        "top1_agreement": [0.5, 0],
+        "in_loop_acceptance_length": 2.5,
+        "terms": 4,
+        "supervised_tokens": 12,
+        "skipped": 1,
+    }
+    tracked = flat(record)
+    assert (tracked["acceptance_rate/0"], tracked["terms"]) == (0.75, 4)
+    assert not tracked.keys() & {"step", "grad_norm", "acceptance_rate"}
+    numbers[5] = 0  # no anchor
+    assert Unread({"step": 7}, numbers).read(2)[0]["in_loop_acceptance_length"] == 1
 
 
 @pytest.mark.parametrize("optimizer, stop_after", [("adamw", 1), ("adamw", 4), ("muon", 5)])
@@ -409,14 +435,38 @@ def test_the_first_step_whose_kernels_are_compiled_is_left_out_of_the_pace(
     assert len(lines) == warnings
 
 
-def test_d_pace_tokens_outside_the_draft_vocabulary_have_no_probability(tiny_model, tmp_path):
-    recipe = make_recipe()
-    recipe = recipe.model_copy(update={"position_weights": {"d_pace": 0.5}})
+def weighed_trainer(tiny_model, tmp_path, position_weights: dict) -> tuple:
+    """A trainer, its first batch, and the batch's terms at three depths."""
+    recipe = make_recipe().model_copy(update={"position_weights": position_weights})
     trainer = make_trainer(tiny_model, tmp_path, recipe)
     micro = trainer.step_rows.of(0)[0]
     rows = [trainer.order[place] for place in micro.places]
     features = trainer.features.of(rows, trainer.features.batch(rows))
-    steps = list(trainer.module.unroll(features, 3))
+    return trainer, features, list(trainer.module.unroll(features, 3))
+
+
+@pytest.mark.parametrize("kind", ["step_decay", "d_pace"])
+def test_step_loss_is_a_mean_of_each_depth_or_with_d_pace_of_all_terms(tiny_model, tmp_path, kind):
+    trainer, features, steps = weighed_trainer(tiny_model, tmp_path, {kind: 0.5})
+    counts = torch.tensor([len(step.hidden) for step in steps])
+    assert len(counts.unique()) > 1
+    loss, sums = trainer.loss(features, trainer.loss.term_weights(counts), None)
+    weighed = trainer.loss.weighed(features, steps) if kind == "d_pace" else steps
+    of_depths = []
+    for step, weight in zip(steps, [step.weight for step in weighed], strict=True):
+        states = features.last_hidden.flatten(0, 1)[step.target_index]
+        p = trainer.target.logits(states).softmax(-1)[:, trainer.module.draft_to_target]
+        log_q = trainer.module.head(step.hidden, step.depth).log_softmax(-1)
+        kl = DIVERGENCES["forward_kl"](log_q, p, step.target_index)
+        of_depths.append((kl * weight).sum() if kind == "d_pace" else kl.mean())
+    total = torch.stack(of_depths)
+    shares = torch.tensor([4, 2, 1]) / 7 if kind == "step_decay" else 1 / counts.sum()
+    torch.testing.assert_close(loss, (total * shares).sum())
+    assert sums[-1].item() == pytest.approx(loss.item())
+
+
+def test_d_pace_tokens_outside_the_draft_vocabulary_have_no_probability(tiny_model, tmp_path):
+    trainer, features, steps = weighed_trainer(tiny_model, tmp_path, {"d_pace": 0.5})
     labels = features.input_ids.flatten().roll(-1)
     drafted = set(trainer.module.draft_to_target.tolist())
     inside = [[int(labels[i]) in drafted for i in s.target_index] for s in steps]
