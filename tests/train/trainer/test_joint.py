@@ -110,6 +110,27 @@ def test_the_targets_own_weights_do_not_move_and_the_loss_falls(tiny_model, tmp_
     assert all(bool(p.detach().abs().sum() > 0) for p in trainer.joint.trainable_parameters())
 
 
+def test_the_first_step_has_the_targets_mean_loss_while_the_heads_weigh_nothing(
+    tiny_model, tmp_path
+):
+    """Of all supervised tokens of two batches, whatever their numbers."""
+    recipe = make_recipe("medusa", joint={"r": 4}, gradient_accumulation_steps=2)
+    target = FrozenTarget(copy.deepcopy(tiny_model("qwen2")))
+    trainer = trainer_of(tiny_model, tmp_path, recipe, target=target)
+    surprise = []
+    for micro in trainer.step_rows.of(0):
+        rows = [trainer.order[place] for place in micro.places]
+        features = trainer.features.of(rows)
+        # no document is supervised from its first token on
+        rows_of_mask, places = features.loss_mask.nonzero(as_tuple=True)
+        log_p = target.logits(features.last_hidden[rows_of_mask, places - 1]).log_softmax(-1)
+        labels = features.input_ids[rows_of_mask, places]
+        surprise.append(-log_p.gather(-1, labels[:, None]))
+    assert len(surprise[0]) != len(surprise[1])
+    record, _ = trainer.step(0.0).read(trainer.loss.depths)
+    assert record["loss"] == pytest.approx(torch.cat(surprise).mean().item(), rel=1e-5)
+
+
 def test_the_heads_rate_is_a_multiple_and_their_weight_grows(tiny_model, tmp_path):
     trainer = make_trainer(tiny_model, tmp_path, head_lr_multiplier=5.0)
     heads, adapter = trainer.optimizers[0].param_groups

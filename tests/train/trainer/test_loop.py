@@ -525,3 +525,4 @@ def test_pace_warning_counts_steps_that_fit() -> None:
     assert "85 s: 2 steps fit in 3 min" in pace_warning(85, 3.0)
     assert "1 step fits" in pace_warning(767, 3.0)
     assert "4 steps fit" in pace_warning(20, 1.0, spent=15, steps=2)
+    assert "2 steps fit" in pace_warning(20, 1.0, spent=55, steps=2)
