@@ -20,6 +20,7 @@ from draftsmith.speculators.errors import CheckpointError, ConfigError
 from draftsmith.train.losses.divergences import DIVERGENCES
 from draftsmith.train.trainer import checkpoint
 from draftsmith.train.trainer import trainer as module
+from draftsmith.train.trainer.batches import StepRows
 from draftsmith.train.trainer.checkpoint import TrainState
 from draftsmith.train.trainer.optimizers import learning_rate
 from draftsmith.train.trainer.pace import FEW_STEPS, first_step_warning, pace_warning
@@ -107,6 +108,30 @@ def test_stop_signal_that_a_launcher_sends_again_is_one_request(tiny_model, tmp_
     monkeypatch.setattr(module, "SAME_REQUEST", 0.0)
     with pytest.raises(KeyboardInterrupt):
         make_trainer(tiny_model, tmp_path, make_recipe()).run(twice)
+
+
+@pytest.mark.parametrize(
+    "sizes, processes, rows",
+    [
+        ({"batch_size": 2, "gradient_accumulation_steps": 3}, 2, 2),
+        ({"batch_size": 4, "global_batch_size": 24}, 4, 3),
+        ({"batch_size": 8, "global_batch_size": 12}, 2, 6),
+    ],
+)
+def test_steps_of_all_processes_read_every_place_once_in_the_largest_even_batches(
+    sizes, processes, rows
+):
+    training = make_recipe(**sizes).training
+    parts = [StepRows(training, process, processes) for process in range(processes)]
+    read = []
+    for step in range(3):
+        of_processes = [part.of(step) for part in parts]
+        assert len(set(map(len, of_processes))) == 1
+        batches = [micro.places for of_process in of_processes for micro in of_process]
+        assert {len(places) for places in batches} == {rows}
+        read += sorted(place for places in batches for place in places)
+    assert read == list(range(3 * parts[0].rows_per_step))
+    assert parts[0].rows_per_step == sizes.get("global_batch_size", 12)
 
 
 def test_accumulation_equals_one_large_batch(tiny_model, tmp_path):
