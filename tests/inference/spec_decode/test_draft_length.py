@@ -3,6 +3,7 @@ tests/lossless/test_draft_lengths.py."""
 
 from __future__ import annotations
 
+import copy
 import itertools
 
 import numpy as np
@@ -46,32 +47,21 @@ def llm_of(kind: str, model, **options) -> LLM:
 
 class Rows:
     """A drafter and a target made of acceptance probabilities, run through a draft length without
-    any model. `early`: lengths are chosen before each draw."""
+    any model."""
 
-    def __init__(self, length: AdaptiveDraftLength, rows: int = 1, early: bool = False) -> None:
-        self.length, self.early, self.source = length, early, np.random.default_rng(0)
+    def __init__(self, length: AdaptiveDraftLength, rows: int = 1) -> None:
+        self.length, self.source = length, np.random.default_rng(0)
         self.requests = [SimpleRequest() for _ in range(rows)]
         self.widths: list[int] = []
 
-    def round(self, chance: list[float], sure: list[float] | None = None) -> int:
-        """One round. chance: of acceptance, per row at every depth; or, with `sure`, of one row at
-        each depth, whose confidences are these. Returns its width."""
+    def round(self, chance: list[float]) -> int:
+        """One round; chance: of acceptance, per row at every depth. Returns its width."""
         plan = self.length.plan(self.requests)
-        limits = plan.limits_asking if self.early else plan.limits
-        confidence = None if sure is None else torch.tensor([sure[: max(limits)]])
-        if self.early:
-            width = 0
-            while width < max(limits) and (further := plan.go_on([sure[width]])):
-                width += 1
-                if further == 1:
-                    break
-            limits, confidence = [width], None
-        tokens = torch.zeros(len(limits), max(limits), dtype=torch.long)
-        counts = plan.settle(Proposal(tokens, limits, confidence=confidence)).counts
+        tokens = torch.zeros(len(plan.limits), max(plan.limits), dtype=torch.long)
+        counts = plan.settle(Proposal(tokens, plan.limits)).counts
         kept = []
         for row, count in enumerate(counts):
-            chances = [chance[row]] * count if sure is None else chance[:count]
-            hits = [self.source.random() < p for p in chances]
+            hits = [self.source.random() < chance[row] for _ in range(count)]
             accepted = hits.index(False) if False in hits else count
             kept.append(Kept(list(range(accepted)), [0] * (accepted + 1)))
         plan.learn(kept)
@@ -103,18 +93,6 @@ def test_probing_costs_a_hundredth_and_finds_what_pays_again():
     for _ in range(400):
         rows.round([0.97])
     assert np.mean(rows.widths[-100:]) > K - 0.5
-
-
-@pytest.mark.parametrize("early", [True, False])
-def test_confidence_decides_where_it_means_something(early):
-    """Half of all rounds are sure and accepted, the others unsure and rejected."""
-    rows, wrong = Rows(adaptive({"verify": [10, 12, 14, 16], "draft": [2, 2, 2]}), early=early), 0
-    source = np.random.default_rng(0)
-    for turn in range(400):
-        sure = source.random() < 0.5
-        width = rows.round([float(sure)] * K, [0.95 if sure else 0.1] * K)
-        wrong += turn >= 200 and width != (K if sure else 0)
-    assert wrong < 10
 
 
 def test_confidence_counts_as_far_as_it_holds_and_never_as_certainty():
@@ -166,13 +144,17 @@ def expected_tokens(room, rates, known, width: int) -> float:
     return total
 
 
+@pytest.mark.parametrize("drafted", [True, False])
 @pytest.mark.parametrize("seed", range(12))
-def test_adaptive_plan_drafts_and_verifies_what_gains_most_for_its_time(seed):
+def test_adaptive_plan_drafts_and_verifies_what_gains_most_for_its_time(seed, drafted):
+    """And learns what became of it."""
     source = np.random.default_rng(seed)
     most = 5
     acceptance = Acceptance(most)
     for accepted in source.integers(most + 1, size=30):
         acceptance.learn([most], [int(accepted)], [[0.5]] * most)
+    acceptance.idle_rounds = 0  # nothing is forced
+    taught = copy.deepcopy(acceptance)
     rates = acceptance.rates(most)
     room = [*source.integers(most + 1, size=3).tolist(), most]
     rise = source.uniform(0, 5, size=(2, most + 1)).cumsum(1)
@@ -180,27 +162,31 @@ def test_adaptive_plan_drafts_and_verifies_what_gains_most_for_its_time(seed):
     times = np.add(costs.verify, costs.draft)
     tokens = [len(room) + expected_tokens(room, rates, [], w) for w in range(most + 1)]
     rho = max(np.divide(tokens, times))
-    for drafted in (True, False):
-        acceptance.idle_rounds = 0  # nothing is forced
-        plan = AdaptivePlan(acceptance, room, costs)
-        limits = plan.limits if drafted else plan.limits_asking
-        confidences = source.uniform(0.1, 1, size=(max(limits), len(room)))
-        expected = []
-        known = []
-        while len(known) < max(limits) and (not expected or expected[-1]):
-            known.append(acceptance.by_confidence(confidences[len(known)]))
-            seen = (limits if drafted else room, rho, costs, rates, known)
-            expected.append(most_paying(*seen, len(known) - 1, drafted))
-        if drafted:
-            proposal = Proposal(torch.zeros(len(room), max(limits), dtype=torch.long), limits)
-            proposal.confidence = torch.from_numpy(confidences.T)
-            length = len([further for further in expected if further])
-            settled = plan.settle(proposal)
-            assert settled.counts == [min(limit, length) for limit in limits]
-            assert settled.width == max(settled.counts)
-        else:
-            shown = confidences[: len(expected)].tolist()
-            assert [plan.go_on(confidence) for confidence in shown] == expected
+    plan = AdaptivePlan(acceptance, room, costs)
+    limits = plan.limits if drafted else plan.limits_asking
+    confidences = source.uniform(0.1, 1, size=(max(limits), len(room))).tolist()
+    expected: list[int] = []
+    known = []
+    while len(known) < max(limits) and (not expected or expected[-1]):
+        known.append(acceptance.by_confidence(confidences[len(known)]))
+        seen = (limits if drafted else room, rho, costs, rates, known)
+        expected.append(most_paying(*seen, len(known) - 1, drafted))
+    length = len([further for further in expected if further])
+    proposal = Proposal(torch.zeros(len(room), max(limits), dtype=torch.long), limits)
+    if drafted:
+        proposal.confidence = torch.tensor(confidences, dtype=torch.float64).T
+    else:
+        assert [plan.go_on(shown) for shown in confidences[: len(expected)]] == expected
+        proposal = proposal.shortened(length)
+    settled = plan.settle(proposal)
+    assert settled.counts == [min(limit, length) for limit in limits]
+    assert settled.width == max(settled.counts)
+    accepted = [int(source.integers(count + 1)) for count in settled.counts]
+    plan.learn([Kept(list(range(count)), [0] * (count + 1)) for count in accepted])
+    if length:
+        taught.learn(settled.counts, accepted, confidences)
+    assert acceptance.rates(most) == taught.rates(most)
+    assert acceptance.by_confidence([0.5]) == taught.by_confidence([0.5])
 
 
 def test_adaptive_length_without_room_plans_no_draft():
