@@ -127,11 +127,17 @@ def test_steps_of_all_processes_read_every_place_once_in_the_largest_even_batche
     for step in range(3):
         of_processes = [part.of(step) for part in parts]
         assert len(set(map(len, of_processes))) == 1
-        batches = [micro.places for of_process in of_processes for micro in of_process]
-        assert {len(places) for places in batches} == {rows}
-        read += sorted(place for places in batches for place in places)
+        batches = [micro for of_process in of_processes for micro in of_process]
+        assert {len(micro.places) for micro in batches} == {rows}
+        begin = len(read)
+        for micro in batches:
+            assert micro.number == (micro.places.start - begin) // training.batch_size
+        read += sorted(place for micro in batches for place in micro.places)
     assert read == list(range(3 * parts[0].rows_per_step))
     assert parts[0].rows_per_step == sizes.get("global_batch_size", 12)
+    if "global_batch_size" in sizes:
+        with raises_at(ConfigError, "training.global_batch_size"):
+            StepRows(training, 0, 7)
 
 
 def test_accumulation_equals_one_large_batch(tiny_model, tmp_path):
