@@ -81,6 +81,16 @@ def test_vllm_drafts_the_same(
     assert some_accepted(same_in_vllm(model, drafter, engine))
 
 
+def test_a_target_that_hands_out_no_states_drafts_the_same_as_transformers_model(
+    servable_model, own_texts, same_in_vllm
+) -> None:
+    """vLLM's own class of Gemma 3 has no states for taps."""
+    model = servable_model("gemma3")
+    target = FrozenTarget(model, TAPS)
+    drafter = trained("eagle3", target, own_texts(target), {}, {})
+    assert same_in_vllm(model, drafter, {"model_impl": "transformers"}).num_accepted_tokens > 0
+
+
 def test_mtp_inside_its_target_drafts_the_same(
     servable_model, own_texts, same_as_ours, tmp_path: Path
 ) -> None:
