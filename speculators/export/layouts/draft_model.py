@@ -10,7 +10,7 @@ token is ours. A head that was tied to the embedding is so again when the folder
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
@@ -121,8 +121,7 @@ class DraftModelLayout(Layout):
         if draft_model.token_map is not None or config.quantization or not drafter.attached:
             return drafter
         size = drafter.target.vocab_size
-        known = size == config.vocab_size or any(id >= size for id in _named_tokens(config.model))
-        return drafter if known else _resized(draft_model, size)
+        return drafter if size == config.vocab_size else _resized(draft_model, size)
 
     @override
     def write(
@@ -201,11 +200,17 @@ class DraftModelLayout(Layout):
         return model
 
 
-def _named_tokens(model: Mapping[str, Any]) -> Iterator[int]:
-    """The ids that a config.json names, such as that of the end of a text."""
-    for name, value in model.items():
-        if name.endswith("_token_id"):
-            yield from (id for id in (value if isinstance(value, list) else [value]) if id)
+def _tokens_below(model: Mapping[str, Any], size: int) -> dict[str, Any]:
+    """The ids that a config.json names, such as that of padding, without those from `size` on:
+    tokens that the target has no row for, and never writes."""
+    named = {name: value for name, value in model.items() if name.endswith("_token_id")}
+    below: dict[str, Any] = {}
+    for name, value in named.items():
+        if isinstance(value, list):
+            below[name] = [id for id in value if id < size]
+        else:
+            below[name] = value if value is not None and value < size else None
+    return below
 
 
 @torch.no_grad()
@@ -220,7 +225,8 @@ def _resized(drafter: DraftModel, size: int) -> DraftModel:
     rows = torch.arange(min(old, size))
     for table in (model.get_input_embeddings(), model.get_output_embeddings()):
         table.load_state_dict(mean_elsewhere(table, rows))
-    sizes = sizes_of({**config.model, "vocab_size": size})
+    tokens = _tokens_below(config.model, size)
+    sizes = sizes_of({**config.model, **tokens, "vocab_size": size})
     if config.reduced_vocabulary:
         del sizes["draft_vocab_size"]
     resized.config = config.model_copy(update=sizes)

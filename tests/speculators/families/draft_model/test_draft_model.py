@@ -235,6 +235,15 @@ def test_an_export_has_a_table_of_the_targets_size(
     assert torch.equal(again.head(hidden).argmax(-1), drafted_before)
 
 
+def test_an_export_names_no_token_that_its_target_lacks(tiny_model, tmp_path: Path) -> None:
+    """As a model whose only further row is a padding token."""
+    target = FrozenTarget(tiny_model("llama"))
+    config = {"model_type": "opt", **OPT, "vocab_size": 102, "pad_token_id": 101, "bos_token_id": 1}
+    folder = export_drafter(student(target, config=config), tmp_path / "head", dtype=torch.float32)
+    exported = AutoModelForCausalLM.from_pretrained(folder).config
+    assert (exported.vocab_size, exported.pad_token_id, exported.bos_token_id) == (101, None, 1)
+
+
 # ---------------------------------------------------------------------- positions
 
 
