@@ -101,9 +101,9 @@ def compiled(part: str, function: Callable[..., Result]) -> Callable[..., Result
     first called. What its compiler raises becomes a KernelError."""
     as_graph = torch.compile(function, fullgraph=True, dynamic=True)
 
-    def call(*arguments: Any) -> Result:
+    def call(*arguments: Any, **options: Any) -> Result:
         with of_compilers(part), torch.compiler.config.patch(recompile_limit=MOST_GRAPHS):  # type: ignore[attr-defined]
-            return as_graph(*arguments)
+            return as_graph(*arguments, **options)
 
     return call
 

@@ -9,7 +9,6 @@ pass."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
 from weakref import WeakKeyDictionary
 
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import (
     AuxRequest,
     BlockMask,
+    FlexKernelOptions,
     create_block_mask,
     flex_attention,
 )
@@ -26,6 +26,10 @@ from draftsmith.speculators.layers.queries import Blocks, PackedQueries, Queries
 
 LEAST_WIDTH = 16  # of keys and of values, which the kernels' matrix products ask for
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+# One kernel for any number of queries. That for fewer than 128 has no choice to compile with where
+# their number is dynamic, and was not made for training.
+KERNEL: FlexKernelOptions = {"BACKEND": "TRITON"}
 
 HIDDEN = -1e30  # of a score of a block's keys; finite, so that its gradient is
 
@@ -152,20 +156,19 @@ def attend_context(
             block_mask=mask,
             scale=scale,
             enable_gqa=True,
+            kernel_options=KERNEL,
             return_aux=AuxRequest(lse=True),
         )
     return out, aux.lse
 
 
-@cache
 def _compiled_attention() -> Callable:
-    return torch.compile(flex_attention)
+    return kernels.compiled("attention", flex_attention)
 
 
-@cache
 def _compiled_mask() -> Callable:
     """Compiled, the mask is computed without its [B, M, T] values in memory."""
-    return torch.compile(create_block_mask)
+    return kernels.compiled("attention", create_block_mask)
 
 
 def merged_attention(

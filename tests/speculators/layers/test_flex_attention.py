@@ -4,6 +4,7 @@ A CPU has no backward pass of flex_attention: there a dense attention stands in 
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import product
 
 import pytest
@@ -112,6 +113,34 @@ def test_kernels_are_traced_once_for_all_windows_layouts_and_numbers_of_queries(
         query, key, value, _ = random_tensors(queries, 0, torch.float32)
         flex.attend_context(query, key, value, flex.block_mask(queries), 0.3)
     assert len(graphs) == 2
+
+
+@pytest.mark.slow
+def test_kernels_stay_compiled_through_batches_lengths_heads_and_modes(monkeypatch):
+    """A function that was compiled too often would run eager from then on, with all scores."""
+    calls: list[object] = []
+
+    def keep(module, _):
+        return lambda *inputs: calls.append(module) or module.forward(*inputs)
+
+    torch._dynamo.reset()
+    kernels.compiled.cache_clear()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=keep))
+    monkeypatch.setattr(flex, "create_block_mask", flex._compiled_mask())
+    monkeypatch.setattr(flex, "flex_attention", flex._compiled_attention())
+    shapes = ((1, 256, 200), (2, 384, 300), (4, 200, 100), (1, 512, 400), (2, 130, 1), (1, 7, 1))
+    steps = 0
+    for trains, (B, T, M), heads in product((True, False), shapes, ((4, 2), (3, 1))):
+        segments = torch.arange(T).div(50, rounding_mode="floor").repeat(B, 1)
+        queries = PackedQueries(segments, torch.arange(M).repeat(B, 1))
+        query = torch.zeros(B, heads[0], M, 16)
+        keys = torch.zeros(B, heads[1], T, 16)
+        with torch.set_grad_enabled(trains):
+            flex.attend_context(query, keys, keys, flex.block_mask(queries), 0.3)
+        steps += 1
+    kernels.compiled.cache_clear()
+    assert len(calls) == 2 * steps
+    assert len(set(calls)) < kernels.MOST_GRAPHS / 2
 
 
 def test_gpu_without_kernels_goes_row_by_row_and_logs_the_reason(claimed_gpu, caplog):
