@@ -13,12 +13,12 @@ What may lie in DIR, each of which is otherwise taken from its usual place or le
     wheels/           for both environments: the project's, and vLLM's if one of them is its wheel
 
 It needs nothing but Python 3.11: where this interpreter has not the project's packages, an
-environment is made of the wheels. A second start goes on where the first has ended."""
+environment is made of the wheels. The table is written after every row, and a step that fails does
+not keep the others from running. A second start goes on where the first has ended."""
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
 import shlex
@@ -168,13 +168,27 @@ def environment_of(folder: Path, wheels: Path, *packages: str) -> Path:
     return python
 
 
+def project_environment() -> dict[str, str]:
+    """In which this project is imported, before what the caller's own search path has."""
+    before = os.environ.get("PYTHONPATH")
+    path = [str(ROOT / "src"), *([before] if before else [])]
+    return {"PYTHONPATH": os.pathsep.join(path), "HF_HUB_OFFLINE": "1"}
+
+
 def project_python(job: Job) -> Path:
     """An interpreter that has what the project needs."""
-    needed = ("torch", "transformers", "accelerate", "typer")
-    if all(importlib.util.find_spec(name) for name in needed):
+    words = [sys.executable, "-c", "import draftsmith.train.pipeline.run"]
+    tried = subprocess.run(
+        words, env=os.environ | project_environment(), capture_output=True, text=True, check=False
+    )
+    if tried.returncode == 0:
         return Path(sys.executable)
     if job.wheels is None:
-        raise StepFailed("this Python has not the project's packages: `make venv`, or --beside")
+        fault = tried.stderr.strip().splitlines()[-1:]
+        raise StepFailed(
+            "this Python has not the project's packages: `make venv`, or --beside a folder with"
+            f" wheels ({''.join(fault)})"
+        )
     return environment_of(job.out / "venv", job.wheels, f"{ROOT}[train,serve,report]")
 
 
@@ -188,8 +202,40 @@ def vllm_python(job: Job) -> Path | None:
     return environment_of(job.out / "venv-vllm", job.wheels, "vllm")
 
 
-def do(job: Job) -> list[list[str]]:
-    """Trains and measures all heads; the rows of the table."""
+class Table:
+    """The rows so far, in a file that is renewed with every row, and what has failed."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        self.rows: list[list[str]] = []
+        self.faults: list[str] = []
+
+    def add(self, head: str, prompts: str, report: Path) -> None:
+        """The row of a report."""
+        self.rows.append(cells(head, prompts, json.loads(report.read_text(encoding="utf-8"))))
+        self.file.write_text(markdown(self.rows), encoding="utf-8")
+
+    def done(self, words: Sequence[str | Path], environment: dict[str, str]) -> bool:
+        """True if the command succeeds; another's fault is noted."""
+        try:
+            run(words, environment)
+        except StepFailed as error:
+            print(f"real_model: {error}", flush=True)
+            self.faults.append(str(error))
+            return False
+        return True
+
+
+def is_measured(report: Path, words: Sequence[str]) -> bool:
+    """True if an earlier start has written this report, by all engines that `words` ask for."""
+    if not report.exists():
+        return False
+    results = json.loads(report.read_text(encoding="utf-8"))["results"]
+    return "vllm" not in words or any(cell["engine"] == "vllm" for cell in results)
+
+
+def do(job: Job) -> Table:
+    """Trains and measures all heads."""
     job.out.mkdir(parents=True, exist_ok=True)
     python = project_python(job)
     if not (job.model / "config.json").exists():
@@ -198,20 +244,21 @@ def do(job: Job) -> list[list[str]]:
     for wanted, place in (("vLLM", vllm), *((name, job.suites.get(name)) for name in SUITES)):
         if place is None:
             print(f"{wanted} is not there, and left out")
-    environment = {"PYTHONPATH": str(ROOT / "src"), "HF_HUB_OFFLINE": "1"}
+    environment = project_environment()
     if vllm is not None:
         environment["DRAFTSMITH_VLLM_PYTHON"] = str(vllm)
-    rows = []
+    draftsmith = (python, "-m", "draftsmith.train.cli")
+    table = Table(job.out / "table.md")
     for head in HEADS:
-        run([python, "-m", "draftsmith.train.cli", *train_words(job, head)], environment)
+        if not table.done([*draftsmith, *train_words(job, head)], environment):
+            continue
+        table.add(head, "held out", job.out / head / "acceptance.json")
         for suite, file in job.suites.items():
             words = evaluate_words(job, head, suite, file, vllm)
-            run([python, "-m", "draftsmith.train.cli", *words], environment)
             report = job.out / f"{head}-{suite}" / "acceptance.json"
-            rows.append(cells(head, suite, json.loads(report.read_text(encoding="utf-8"))))
-        held_out = json.loads((job.out / head / "acceptance.json").read_text(encoding="utf-8"))
-        rows.append(cells(head, "held out", held_out))
-    return rows
+            if is_measured(report, words) or table.done([*draftsmith, *words], environment):
+                table.add(head, suite, report)
+    return table
 
 
 def job_of(arguments: Sequence[str] | None = None) -> Job:
@@ -235,14 +282,15 @@ def job_of(arguments: Sequence[str] | None = None) -> Job:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Does the job, and prints and writes its table."""
+    """Does the job, and prints its table."""
     job = job_of(arguments)
     try:
-        text = markdown(do(job))
+        table = do(job)
     except StepFailed as error:
         sys.exit(f"real_model: {error}")
-    (job.out / "table.md").write_text(text, encoding="utf-8")
-    print(f"\n{text}\nwritten to {job.out / 'table.md'}")
+    print(f"\n{markdown(table.rows)}\nwritten to {table.file}")
+    if table.faults:
+        sys.exit("\n".join(f"real_model: {fault}" for fault in table.faults))
 
 
 if __name__ == "__main__":

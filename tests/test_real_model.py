@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -63,3 +64,74 @@ def test_report_of_a_suite_is_a_row_with_both_engines():
 def test_command_that_fails_ends_the_job_with_its_name():
     with pytest.raises(real_model.StepFailed, match="-c"):
         real_model.run(["python3", "-c", "raise SystemExit(3)"])
+
+
+def test_search_path_of_the_caller_stays_behind_the_project(monkeypatch):
+    """Where packages lie beside an interpreter, its commands need them as well."""
+    monkeypatch.setenv("PYTHONPATH", "/packages")
+    path = real_model.project_environment()["PYTHONPATH"]
+    assert path.split(os.pathsep) == [str(real_model.ROOT / "src"), "/packages"]
+
+
+class Commands:
+    """What is asked to run, none of which does: its report is there at once. Those that write into
+    a folder of `fail` fail; after `most` of them the machine is gone."""
+
+    def __init__(self) -> None:
+        self.folders: list[str] = []
+        self.fail: set[str] = set()
+        self.most = 100
+
+    def run(self, words, environment=None) -> None:
+        folder = Path(str(words[-1]).removeprefix("output_dir="))
+        if len(self.folders) == self.most:
+            raise KeyboardInterrupt
+        self.folders.append(folder.name)
+        if folder.name in self.fail:
+            raise real_model.StepFailed(f"{folder.name} ended")
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "acceptance.json").write_text(make_report().model_dump_json())
+
+
+@pytest.fixture
+def commands(monkeypatch) -> Commands:
+    commands = Commands()
+    monkeypatch.setattr(real_model, "run", commands.run)
+    monkeypatch.setattr(real_model, "project_python", lambda job: Path("python"))
+    monkeypatch.setattr(real_model, "SUITES", ("humaneval",))
+    monkeypatch.delenv("DRAFTSMITH_VLLM_PYTHON", raising=False)
+    return commands
+
+
+def test_start_after_the_machine_was_gone_goes_on_with_the_table(beside, tmp_path, commands):
+    job = real_model.job_of(["--beside", str(beside), "--out", str(tmp_path / "out")])
+    commands.most = 3
+    with pytest.raises(KeyboardInterrupt):
+        real_model.do(job)
+    assert commands.folders == ["eagle3", "eagle3-humaneval", "dspark"]
+    table = tmp_path / "out" / "table.md"
+    assert table.read_text().count("\n") == 2 + 3
+    commands.most = 100
+    real_model.do(job)
+    # a training skips what it has done itself
+    assert commands.folders[3:] == ["eagle3", "dspark", "dspark-humaneval"]
+    assert table.read_text().count("\n") == 2 + 4
+
+
+def test_step_that_fails_is_named_and_the_others_run(beside, tmp_path, commands, capsys):
+    commands.fail = {"eagle3", "dspark-humaneval"}
+    with pytest.raises(SystemExit, match="eagle3 ended\nreal_model: dspark-humaneval ended"):
+        real_model.main(["--beside", str(beside), "--out", str(tmp_path / "out")])
+    assert commands.folders == ["eagle3", "dspark", "dspark-humaneval"]
+    assert "| dspark | held out |" in capsys.readouterr().out
+
+
+def test_report_without_vllm_is_measured_again_where_vllm_is_asked_for(tmp_path):
+    report = tmp_path / "acceptance.json"
+    words = ["--engine", "draftsmith", "--engine", "vllm"]
+    assert not real_model.is_measured(report, words)
+    report.write_text(make_report().model_dump_json())
+    assert not real_model.is_measured(report, words)
+    assert real_model.is_measured(report, ["--engine", "draftsmith"])
+    report.write_text(in_engine(make_report(), "vllm").model_dump_json())
+    assert real_model.is_measured(report, words)
