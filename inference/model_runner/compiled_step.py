@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from draftsmith.inference.kv_cache.ragged_cache import RaggedCache
 
 MOST_GRAPHS = 512  # of one step; torch's own limit is 8
+RUNS_TO_RECORD = 2  # of a shape: its first run compiles it, the second records its CUDA graph
 
 Outputs = tuple[Tensor | None, ...]
 Step = Callable[..., Outputs]  # (rows, counts [R], *inputs [R, T, …])
@@ -111,9 +112,9 @@ class CachedStep(nn.Module):
         return tuple(None if x is None else x[:rows].clone() for x in outputs)
 
     def warm_up(self, deadline: float, longest: int | None = None) -> None:
-        """Compiles every shape until then. No row holds anything: keys and values are written over.
-        Nothing if it was never run. `longest`: tokens of the longest text that is to come; shapes
-        that only longer ones have are left out."""
+        """Compiles every shape until then, and records its CUDA graph. No row holds anything: keys
+        and values are written over. Nothing if it was never run. `longest`: tokens of the longest
+        text that is to come; shapes that only longer ones have are left out."""
         if not self._inputs:
             return
         shapes = self.shapes
@@ -121,7 +122,7 @@ class CachedStep(nn.Module):
             room = longest + self._width + self._ahead
             most = next((s.keys for s in shapes if s.keys >= room), self._cache.max_len)
             shapes = [shape for shape in shapes if shape.keys <= most]
-        for shape in shapes:
+        for shape in [shape for shape in shapes for _ in range(RUNS_TO_RECORD)]:
             if perf_counter() < deadline:
                 lengths = [max(shape.keys - shape.width - self._ahead, 0), *[0] * (shape.rows - 1)]
                 inputs = [x.expand(*shape[:2], *x.shape[2:]) for x in self._inputs]

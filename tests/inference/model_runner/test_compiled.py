@@ -6,6 +6,7 @@ tenth of the time."""
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -245,6 +246,23 @@ def test_default_warm_up_leaves_out_shapes_of_longer_texts(like_cuda, model_of, 
     assert {shape.keys for shape in step.compiled} == {24, 48}
     assert compiled_shares(llm, PROMPTS[:1]) == [1]
     assert compiled_shares(llm, [[7] * 60]) == [0]
+
+
+@pytest.mark.slow
+def test_warm_up_runs_a_shape_until_its_cuda_graph_is_recorded(like_cuda, model_of, monkeypatch):
+    """Which torch does in the second run; else the first request of a shape waits for it."""
+    runs: Counter[Shape] = Counter()
+    run = CachedStep._run
+
+    def count(step, shape, *arguments):
+        runs[shape] += 1
+        return run(step, shape, *arguments)
+
+    monkeypatch.setattr(CachedStep, "_run", count)
+    llm = llm_of("ngram", model_of("ngram"), 1, None)
+    llm.warm_up()
+    (step,) = steps_of(llm)
+    assert all(runs[shape] >= 2 for shape in step.shapes) and len(step.shapes) == 2
 
 
 @pytest.mark.slow
