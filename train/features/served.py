@@ -52,6 +52,7 @@ class Servers(FeatureSource):
 
 def features_of_states(head: TargetHead, states: Tensor) -> RowStates:
     """Residual streams [L, layers, H] of taps and before the final norm -> taps [L, n·H], last."""
-    states = states.to(head.device, head.dtype, non_blocking=True)
+    # another dtype is made on the device: of pinned memory the host would make a copy that is not
+    states = states.to(head.device, non_blocking=True).to(head.dtype)
     taps = states if head.num_layers in head.tap_layers else states[:, :-1]
     return taps.flatten(1) if head.tap_layers else None, head.final_norm(states[:, -1])
