@@ -7,7 +7,8 @@ phase, beside what the device could do at best.
 The bound of a phase is its work by shapes (scripts/roofline.py) over rates that are measured first.
 Phases are those of the trainer's telemetry; of `drafter`, the objective is timed by itself. What
 is left of a step is `waits`: the host between phases. The target keeps as many of its layers as fit
-half of the free memory. What does not fit is named, and the others go on."""
+half of the free memory. What does not fit, or fails, is named, and the others go on; the file is
+written after every step that was measured."""
 
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ import gc
 import sys
 import tempfile
 import time
+import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -29,6 +31,8 @@ import torch
 import typer
 from accelerate import Accelerator
 from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 from torch.utils.benchmark import Timer
 from transformers import Qwen3Config
 
@@ -36,7 +40,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from draftsmith.inference import LLM, SamplingParams
 from draftsmith.inference.outputs import RequestOutput
+from draftsmith.speculators.errors import DraftsmithError
 from draftsmith.speculators.export import export_drafter
+from draftsmith.speculators.hub import one_line
 from draftsmith.speculators.precision import free_memory
 from draftsmith.speculators.registry import config_for_target, family_class
 from draftsmith.speculators.target.frozen_target import FrozenTarget
@@ -274,7 +280,7 @@ def training(
     return result, work
 
 
-def decoding(model: Any, shapes: Shapes, device: str, folder: Path) -> list[dict[str, Any]]:
+def decoding(model: Any, shapes: Shapes, device: str, folder: Path) -> Iterator[dict[str, Any]]:
     """Milliseconds a token of one row, with an EAGLE-3 head and without, eager and compiled, beside
     the bytes that a round must read."""
     options = shapes.heads["eagle3"]
@@ -294,7 +300,6 @@ def decoding(model: Any, shapes: Shapes, device: str, folder: Path) -> list[dict
     }
     params = SamplingParams(temperature=0, max_tokens=shapes.written, ignore_eos=True)
     traced = {"mode": 3, "backend": "eager"} if device == "cpu" else None  # no default there
-    results = []
     for eager in (True, False):
         how = {"enforce_eager": True} if eager else {"compilation_config": traced}
         llm = LLM(target, speculative_config=drafting, **how, **limits)
@@ -306,17 +311,14 @@ def decoding(model: Any, shapes: Shapes, device: str, folder: Path) -> list[dict
             rounds = len(output.metrics.accepted_per_round)
             head = drafter if speculate else None
             size = roofline.round_bytes(model, longest, model.dtype.itemsize, head, drafts)
-            results.append(
-                {
-                    "rounds": "eager" if output.metrics.num_compiled_rounds == 0 else "compiled",
-                    "drafting": speculate,
-                    "ms_per_token": 1e3 * seconds / shapes.written,
-                    "bytes_per_token": size * rounds / shapes.written,
-                }
-            )
+            yield {
+                "rounds": "eager" if output.metrics.num_compiled_rounds == 0 else "compiled",
+                "drafting": speculate,
+                "ms_per_token": 1e3 * seconds / shapes.written,
+                "bytes_per_token": size * rounds / shapes.written,
+            }
         del llm
         free_memory()
-    return results
 
 
 def _timed(generate: Callable[[], list[RequestOutput]]) -> tuple[float, RequestOutput]:
@@ -376,12 +378,15 @@ def decoding_cells(result: dict[str, Any], rates: roofline.Rates) -> list[str]:
     ]
 
 
-def without_memory_faults(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Its result, or that memory ran out."""
+def with_fault(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Its result, or what has failed: memory, or a kernel."""
     try:
         return work()
     except torch.OutOfMemoryError:
         return {"fault": "out of memory"}
+    except (DraftsmithError, RuntimeError) as error:
+        traceback.print_exc()
+        return {"fault": escape(one_line(error)[:200])}
     finally:
         gc.collect()
         free_memory()
@@ -394,10 +399,9 @@ def training_steps(
     device: str,
     repeats: int,
     rates: roofline.Rates,
-) -> list[dict[str, Any]]:
+) -> Iterator[dict[str, Any]]:
     """The steps of every family at every shape, or the fault of each, with the bounds of their
     phases."""
-    results = []
     for family in families:
         for rows, length in shapes.steps:
 
@@ -407,9 +411,7 @@ def training_steps(
                 works = {phase: asdict(part) for phase, part in work.items()}
                 return result | {"bounds": bounds, "work": works}
 
-            result = without_memory_faults(one)
-            results.append({"head": family, "rows": f"{rows} × {length:,}", **result})
-    return results
+            yield {"head": family, "rows": f"{rows} × {length:,}", **with_fault(one)}
 
 
 def main(
@@ -431,20 +433,26 @@ def main(
         f"{machine}: {rates.flops / 1e12:,.2f} TFLOP/s of products in {shapes.dtype},"
         f" {rates.bandwidth / 1e9:,.0f} GB/s of copies; {about}"
     )
+    tree: dict[str, Any] = {"machine": machine, "about": about, "rates": asdict(rates)}
+
+    def measured(kind: str, results: Iterator[dict[str, Any]], shown: Table, cells: Any) -> None:
+        """Shows each result as it comes, and all as a table; the file has what there is."""
+        tree[kind] = []
+        for result in results:
+            tree[kind].append(result)
+            shown.add_row(*cells(result))
+            console.print("  ".join(cells(result)))
+            if json_file is not None:
+                save_json(json_file, tree)
+        console.print(shown)
+
     steps = training_steps(head or shapes.heads, model, shapes, device, repeats, rates)
     shown = table("a training step: ms (share of the bound)", *COLUMNS, left=2)
-    for result in steps:
-        shown.add_row(*training_cells(result))
-    console.print(shown)
-    with tempfile.TemporaryDirectory() as folder:
-        decoded = decoding(model, shapes, device, Path(folder))
+    measured("training", steps, shown, training_cells)
     shown = table("decoding, one row: ms a token", *DECODING, left=2)
-    for result in decoded:
-        shown.add_row(*decoding_cells(result, rates))
-    console.print(shown)
-    if json_file is not None:
-        tree = {"machine": machine, "about": about, "rates": asdict(rates)}
-        save_json(json_file, tree | {"training": steps, "decoding": decoded})
+    with tempfile.TemporaryDirectory() as folder:
+        runs = decoding(model, shapes, device, Path(folder))
+        measured("decoding", runs, shown, partial(decoding_cells, rates=rates))
 
 
 if __name__ == "__main__":

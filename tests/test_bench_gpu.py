@@ -101,13 +101,32 @@ def test_bound_is_arithmetic_or_memory():
     assert roofline.Work(200.0, 50.0).seconds(rates) == 5.0
 
 
-def test_what_runs_out_of_memory_is_a_row_that_says_so():
+@pytest.mark.parametrize(
+    "error, said",
+    [
+        (torch.OutOfMemoryError("too large"), "out of memory"),
+        (RuntimeError("no kernel\nfor [/this]"), "no kernel for \\[/this]"),
+    ],
+)
+def test_step_that_fails_is_a_row_that_says_so(error, said):
     def work():
-        raise torch.OutOfMemoryError("too large")
+        raise error
 
-    result = {"head": "mtp", "rows": "8 × 4,096", **bench_gpu.without_memory_faults(work)}
+    result = {"head": "mtp", "rows": "8 × 4,096", **bench_gpu.with_fault(work)}
     cells = bench_gpu.training_cells(result)
-    assert len(cells) == len(bench_gpu.COLUMNS) and cells[2] == "out of memory"
+    assert len(cells) == len(bench_gpu.COLUMNS) and cells[2] == said
+
+
+def test_file_has_the_steps_before_one_that_ends_the_process(tmp_path: Path, monkeypatch):
+    def steps(*_):
+        yield {"head": "eagle3", "rows": "1 × 64", "fault": "out of memory"}
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench_gpu, "training_steps", steps)
+    file = tmp_path / "gpu.json"
+    with pytest.raises(KeyboardInterrupt):
+        bench_gpu.main(device="cpu", repeats=1, json_file=file)
+    assert [step["head"] for step in json.loads(file.read_text())["training"]] == ["eagle3"]
 
 
 def test_phases_of_a_step_and_its_waits_are_its_time():
