@@ -13,7 +13,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import cached_property
 
@@ -110,6 +110,14 @@ def packed(config: PretrainedConfig, layout: TextLayout) -> Iterator[None]:
     finally:
         config._attn_implementation = before
         _layout.reset(token)
+
+
+def packed_again(config: PretrainedConfig) -> tuple[AbstractContextManager, AbstractContextManager]:
+    """The `context_fn` of torch's checkpoints in models of `config`: what a backward pass computes
+    again, after `packed` has ended and on a GPU in another thread, attends within the same texts.
+    """
+    layout = _layout.get(None)
+    return nullcontext(), nullcontext() if layout is None else packed(config, layout)
 
 
 def packed_attention(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from math import inf
 from typing import Any, Literal
 
@@ -34,6 +35,7 @@ from draftsmith.speculators.families.draft_model.student import (
 from draftsmith.speculators.options import Count, PositiveInt, VocabularyOptions
 from draftsmith.speculators.precision import to_device
 from draftsmith.speculators.target.frozen_target import FrozenTarget, TargetFeatures
+from draftsmith.speculators.target.packed_attention import packed_again
 from draftsmith.speculators.target.target_head import TargetHead
 from draftsmith.speculators.vocab.draft_vocab import to_draft_ids
 from draftsmith.speculators.vocab.token_bytes import same_vocabulary
@@ -325,7 +327,8 @@ class DraftModel(TokenDrafter):
     def checkpoint_activations(self, enabled: bool) -> None:
         super().checkpoint_activations(enabled)
         if enabled:
-            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+            again = partial(packed_again, self.runner.config)
+            self.model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": again})
         else:
             self.model.gradient_checkpointing_disable()
 

@@ -3,9 +3,12 @@ eager one does."""
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
+from draftsmith.speculators.target import frozen_target
 from draftsmith.train.trainer import parallel, trainer
 from tests.support.fused_kernels import compiled_on_a_cpu
 from tests.support.models import make_tiny_model
@@ -61,3 +64,32 @@ def test_compiled_layers_learn_the_same_sharded_and_replicated(tmp_path, monkeyp
     assert compiled == pytest.approx(losses, rel=1e-4)
     torch.testing.assert_close(learned, expected, rtol=1e-3, atol=1e-3)
     assert 0 < len(graphs) <= 8
+
+
+def test_draft_model_whose_layers_are_computed_again_learns_the_same(tmp_path, monkeypatch):
+    """Of rows without masks, whose texts the layers find in what surrounds a forward: a backward
+    pass comes later, and on a GPU from another thread."""
+    monkeypatch.setattr(frozen_target, "LONG_ROW", 8)
+    learned = {}
+    for again in (False, True):
+        drafter = {"from_target": {"last": 1}}
+        recipe = make_recipe(
+            "draft_model", drafter=drafter, steps=2, save_every=2, activation_checkpointing=again
+        )
+        trained = make_trainer(make_tiny_model, tmp_path / str(again), recipe)
+        if again:
+            in_another_thread(monkeypatch)
+        trained.run()
+        learned[again] = weights(trained)
+    torch.testing.assert_close(learned[True], learned[False])
+
+
+def in_another_thread(monkeypatch) -> None:
+    """Backward passes run there, as those of a GPU do."""
+    backward = torch.Tensor.backward
+
+    def run(tensor: torch.Tensor) -> None:
+        with ThreadPoolExecutor(1) as threads:
+            threads.submit(backward, tensor).result()
+
+    monkeypatch.setattr(torch.Tensor, "backward", run)
