@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,28 @@ def test_refresh_that_was_killed_before_its_swap_goes_on(tmp_path):
     (tmp_path / GATHERED).mkdir()
     assert not module._was_accepted(tmp_path)
     assert accepted.with_name(module.SLICE).read_text() == "slice"
+
+
+@pytest.mark.integration
+def test_refresh_after_a_kill_and_a_change_of_the_target_begins_anew(
+    recipe, run, exchanges, tiny_target, tmp_path, monkeypatch
+):
+    target = shutil.copytree(tiny_target, tmp_path / "changed" / tiny_target.name)
+    log = write_log(tmp_path / "log", exchanges)
+    command = ("refresh", recipe, f"target.model={target}", "--log", log, "--minutes", 0.02)
+
+    def killed(*_: object) -> None:
+        raise KeyError("killed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "judge", killed)
+        with pytest.raises(KeyError, match="killed"):
+            call(*command)
+    with open(target / "chat_template.jinja", "a") as template:
+        template.write("{# a comment #}")
+    monkeypatch.setattr(module, "refusals", lambda newest, old: ["not today"])
+    code, output = call(*command)
+    assert code == 1 and "another target" in output, output
 
 
 @pytest.mark.integration

@@ -73,6 +73,14 @@ class TargetHashes:
         return hashlib.sha256((self.weights + self.config + self.template).encode()).hexdigest()
 
 
+def target_hashes(recipe: Recipe, template: str | None) -> TargetHashes:
+    """Those of a recipe's target, whose chats pass through `template`."""
+    target = recipe.target
+    folder = cached_folder(*config_source(target.model, target.revision))
+    weights = model_weights_sha256(target.model, target.revision)
+    return TargetHashes(weights, config_sha256(folder), str(text_sha256(template)))
+
+
 def config_sha256(folder: Path) -> str:
     """Of what config.json in `folder` says of the model; who wrote it, and when, is left out."""
     fields = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -150,10 +158,8 @@ class DataStage:
         self.tokenizer = conversation_tokenizer(recipe.data, tokenizer, self._date(tokenizer))
         self.folder = Path(recipe.output_dir) if accelerator.is_main_process else None
         self.bad = bad_rows(recipe.data, self.folder, stage=stage)
-        folder = cached_folder(*config_source(recipe.target.model, recipe.target.revision))
-        template = text_sha256(self.tokenizer.chat_template or tokenizer.chat_template)
-        weights = model_weights_sha256(recipe.target.model, recipe.target.revision)
-        self.hashes = TargetHashes(weights, config_sha256(folder), str(template))
+        template = self.tokenizer.chat_template or tokenizer.chat_template
+        self.hashes = target_hashes(recipe, template)
         shared = recipe.regenerate.cache_dir
         self.responses_folder = Path(shared or Path(recipe.output_dir) / "responses")
         self.rows_folder = Path(recipe.output_dir) / "rows"

@@ -33,7 +33,7 @@ from draftsmith.speculators.errors import ConfigError, DataError
 from draftsmith.speculators.export import load_drafter, read_drafter_config, read_fields
 from draftsmith.speculators.precision import free_memory
 from draftsmith.train.data.bad_rows import BadRows
-from draftsmith.train.data.packing import PackedRow, fit_rows, pack
+from draftsmith.train.data.packing import PackedRow, chat_template_of, fit_rows, pack
 from draftsmith.train.data.prepare import run_tokenizer, suite_turns
 from draftsmith.train.data.row_tables import PackedRows, save_rows
 from draftsmith.train.data.sources import load_sources
@@ -56,6 +56,7 @@ from draftsmith.train.pipeline.data_stage import (
     TrainingData,
     WholeTarget,
     response_rows,
+    target_hashes,
 )
 from draftsmith.train.pipeline.evaluate_again import require_export
 from draftsmith.train.pipeline.export_stage import export, refreshed_name
@@ -235,15 +236,21 @@ class _Refresh:
     # -------------------------------------------------------------- the texts
 
     def _slice(self) -> TrafficSlice:
-        """The slice of this refresh; that of a killed one, if it was told the same."""
+        """The slice of this refresh; that of a killed one, if it was told the same and the target
+        is the same."""
         path = self.work / SLICE
-        told = json.loads(json.dumps([asdict(self.settings), self.whole.recipe_hash()]))
+        template = chat_template_of(self.recipe.data) or self.tokenizer.chat_template
+        target = target_hashes(self.recipe, template).combined
+        told = json.loads(json.dumps([asdict(self.settings), self.whole.recipe_hash(), target]))
         if path.exists():
             kept = json.loads(path.read_text(encoding="utf-8"))
             if kept["told"] == told:
                 self.stages.say("a refresh that was stopped goes on, with its slice of the log")
                 return TrafficSlice.loaded(kept["slice"])
-            self.stages.say("a refresh that was stopped had other settings; this one begins anew")
+            self.stages.say(
+                "a refresh that was stopped had other settings or another target; this one begins"
+                " anew"
+            )
         shutil.rmtree(self.work, ignore_errors=True)
         part = self._read()
         _require_enough(part)
