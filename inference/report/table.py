@@ -283,9 +283,13 @@ def _values(cells: Row) -> list[str]:
 
 
 def new_table(title: str, first: str, *headings: str) -> Table:
-    """An empty table; all columns but the first are numbers."""
+    """An empty table; all columns but the first are numbers. Its title may be wider than it is."""
     table = Table(
-        title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0)
+        title=Text(title, overflow="ignore", no_wrap=True),
+        title_justify="left",
+        title_style="bold",
+        box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
     )
     table.add_column(first, overflow="fold")
     for heading in headings:

@@ -30,7 +30,7 @@ from draftsmith.inference.report.schema import (
     save_report,
 )
 from draftsmith.inference.report.speed import estimate, rates
-from draftsmith.inference.report.table import how_timed, markdown, notes, print_report
+from draftsmith.inference.report.table import how_timed, markdown, new_table, notes, print_report
 from draftsmith.speculators.errors import ConfigError, DataError
 from tests.support.errors import raises_at
 from tests.support.reports import (
@@ -331,3 +331,11 @@ def test_engines_stand_beside_each_other_where_they_sample_alike(report) -> None
     assert [both.summary[gap] for gap in gaps] == pytest.approx([0.25] * 3)
     other = lay_beside(in_engine(report), in_engine(report, "vllm", sampled="greedy")).summary
     assert "t0.vllm_gap" in other and "t1.vllm_gap" not in other
+
+
+def test_new_table_title_wider_than_the_table_stands_in_one_line():
+    table = new_table("some/long/folder/of/a/model, custom", "a", "b")
+    table.add_row("1", "2")
+    written = io.StringIO()
+    Console(file=written, width=80).print(table)
+    assert written.getvalue().splitlines()[0].strip() == "some/long/folder/of/a/model, custom"
