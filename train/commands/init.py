@@ -19,7 +19,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from draftsmith.inference.progress import Stages
+from draftsmith.inference.progress import Stages, counted
 from draftsmith.inference.whole_file import check_writable, write_whole
 from draftsmith.speculators.errors import ConfigError, DataError
 from draftsmith.speculators.traits import SHORT_TRAINING
@@ -243,7 +243,8 @@ def _read(recipe: Recipe, data: Path, validation: Path | None) -> ExamplesRead:
             read.rows.append(bad.read)
     least = 1 if validation else 2
     if len(read.examples) < least:
-        what = f"{len(read.examples)} conversations can be used, and {least} are needed"
+        usable = counted(len(read.examples), "usable conversation")
+        what = f"{usable}, and {least} are needed"
         advice = "" if validation else ", as one is held out (--validation names others)"
         raise DataError(f"{what}{advice}. {bad}".strip(), where=f"--data {data}")
     if validation is not None:

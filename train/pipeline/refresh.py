@@ -26,7 +26,7 @@ from accelerate.utils import set_seed
 from rich.markup import escape
 from rich.table import Table
 
-from draftsmith.inference.progress import Stages
+from draftsmith.inference.progress import Stages, counted
 from draftsmith.inference.traffic_log.reader import read_log
 from draftsmith.inference.whole_file import write_whole
 from draftsmith.speculators.errors import ConfigError, DataError
@@ -495,8 +495,9 @@ def _require_enough(part: TrafficSlice) -> None:
         return
     needed = round(LEAST_CONVERSATIONS / (1 - JUDGE_FROM))
     raise DataError(
-        f"too little: {len(part.texts)} texts, of which the newest {1 - JUDGE_FROM:.0%} are of"
-        f" {conversations} conversations; {LEAST_CONVERSATIONS} are needed there, some {needed}"
+        f"too little: {counted(len(part.texts), 'text')}, of which the newest"
+        f" {1 - JUDGE_FROM:.0%} are of {counted(conversations, 'conversation')};"
+        f" {LEAST_CONVERSATIONS} are needed there, some {needed}"
         f" texts of different conversations in all. Wait for traffic, or raise --days."
         f" {describe(part)}",
         where="--log",
