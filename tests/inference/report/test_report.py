@@ -12,6 +12,7 @@ import warnings
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from rich.console import Console
 
@@ -113,6 +114,8 @@ def test_spread_is_that_of_the_repeats_and_the_machines_drift_cancels() -> None:
     ratio, rate = (estimate(x, 3) for x in (draws["on"] / draws["off"], draws["on"]))
     assert (ratio.value, ratio.low, ratio.high) == pytest.approx((2.0, 2.0, 2.0))
     assert (rate.value, rate.low, rate.high) == pytest.approx((50.0, 25.0, 100.0))
+    percent = estimate(np.array([50.0, *range(101)]), 3)  # the estimate, and 101 draws
+    assert (percent.value, percent.low, percent.high) == pytest.approx((50.0, 5.0, 95.0))
 
 
 @pytest.mark.parametrize("repeats", [1, 2])
@@ -186,6 +189,9 @@ def test_rounds_without_a_draft_count_for_tokens_per_forward_alone() -> None:
     assert (cell.num_rounds, cell.num_drafts, cell.num_accepted_tokens) == (7, 2, 6)
     assert cell.acceptance_length == 4.0
     assert cell.tokens_per_forward == pytest.approx(1 + 6 / 7)
+    undrafted = Measurement("x", 0.0, "eagle3", K, [request([])]).cell()
+    lengths = (undrafted.tokens_per_forward, undrafted.acceptance_length_macro)
+    assert lengths == (1, undrafted.acceptance_length) == (1, 1)
     cut = request([4, 1], tokens=7)  # of the last verification one token was written, not two
     assert Measurement("x", 0.0, "eagle3", K, [cut]).cell().tokens_per_forward == 6 / 2
     assert cell.joint_acceptance_per_position == [1.0, 1.0, 0.5, 0.5]
