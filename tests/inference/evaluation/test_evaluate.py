@@ -139,6 +139,11 @@ def test_accept_probability_is_the_ratio_of_the_processed_distributions(
     else:
         drawn = p > 0  # the others cannot come out
         torch.testing.assert_close(accept[drawn], (q / p).clamp(max=1)[drawn])
+    q_logits[3] = torch.nan
+    labels[3] = draft_to_target[0]
+    ones = torch.ones(40)
+    accept = accept_probabilities(q_logits, lambda x: x, ones, labels, params, draft_to_target)
+    assert accept.isnan().nonzero().tolist() == [[3]]
 
 
 # ---------------------------------------------------------------------------------- the same tokens
