@@ -208,7 +208,7 @@ def test_init_of_too_few_conversations_is_refused(count, validation, tmp_path, m
     held_out.write_text(chat(0))
     more = ("--validation", str(held_out)) if validation else ()
     out = tmp_path / "my.yaml"
-    assert f"{count} conversations" in refused(*options(TOKENIZER, chats, out, *more))
+    assert f"{count} usable" in refused(*options(TOKENIZER, chats, out, *more))
     assert not out.exists()
 
 
