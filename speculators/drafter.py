@@ -24,6 +24,7 @@ from draftsmith.speculators.layers.decoder import DecoderLayer
 from draftsmith.speculators.layers.frozen_linear import FrozenLinear, freeze_linears, thaw_linears
 from draftsmith.speculators.layers.head_rows import frozen_rows, keep_rows, row_product
 from draftsmith.speculators.layers.int8_linear import FrozenInt8Linear, quantise_linears
+from draftsmith.speculators.layers.kept_bytes import Batch
 from draftsmith.speculators.options import DrafterOptions
 from draftsmith.speculators.precision import on_device, on_host
 from draftsmith.speculators.target.frozen_target import FrozenTarget, TargetFeatures
@@ -330,6 +331,16 @@ class Drafter(nn.Module):
     def start_flops(self, options: Any, terms: int) -> int:
         """FLOPs that `initialise_from` takes to fit a start to so many terms; about."""
         return 0
+
+    def kept_bytes(self, batch: Batch) -> int:
+        """Bytes that `unroll` keeps for its backward pass, `state_bytes` among them, beside weights
+        and features; about, and with a term at every slot. With activation checkpointing what is
+        computed again at a time is among them too."""
+        raise NotImplementedError
+
+    def state_bytes(self, batch: Batch) -> int:
+        """Bytes of the states that `unroll` gives to the loss, of all depths."""
+        raise NotImplementedError
 
     @property
     def reads_start_text(self) -> bool:

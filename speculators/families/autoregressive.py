@@ -35,6 +35,7 @@ from draftsmith.speculators.layers.decoder import (
     at_slots,
 )
 from draftsmith.speculators.layers.grouped_attention import cached_attends
+from draftsmith.speculators.layers.kept_bytes import Batch, block_bytes
 from draftsmith.speculators.layers.queries import PackedQueries, in_window
 from draftsmith.speculators.precision import on_device, on_host, to_device
 from draftsmith.speculators.target.frozen_target import TargetFeatures
@@ -170,6 +171,52 @@ class ChainDrafter(Drafter):
     ) -> Tensor:
         embeds = self.embed(tokens, positions)
         return self.run(embeds, state, self.positions(state, positions), attends, queries)
+
+    # -------------------------------------------------------------- memory of training
+
+    @property
+    def state_size(self) -> int | None:
+        """Bytes of a number of a state; None: as in products."""
+        return None
+
+    def share_of_slots(self, depth: int) -> float:
+        """Of a row, those that a depth is computed for if all have a term at depth 0."""
+        return 1.0
+
+    def once_kept(self, batch: Batch) -> int:
+        """Bytes kept for the first state."""
+        return 0
+
+    def depth_kept(self, slots: int, batch: Batch) -> int:
+        """Bytes that a depth over so many slots keeps, without keys outside of its row."""
+        raise NotImplementedError
+
+    def slots_of(self, batch: Batch) -> list[int]:
+        """Slots that each depth is computed for."""
+        return [round(batch.tokens * self.share_of_slots(k)) for k in range(batch.depths)]
+
+    @override
+    def state_bytes(self, batch: Batch) -> int:
+        size = self.state_size or batch.size
+        return sum(self.slots_of(batch)) * size * self.config.hidden_size
+
+    @override
+    def kept_bytes(self, batch: Batch) -> int:
+        """Of depth k its layers, with the keys of k depths beside the context's.
+
+        Recomputed is one depth at a time; keys and values and the state that comes in stay."""
+        config = self.config
+        slots = self.slots_of(batch)
+        depths = [self.depth_kept(count, batch) for count in slots]
+        for depth in range(1, batch.depths):
+            of_chains = block_bytes(config, slots[depth], batch, depth)
+            depths[depth] += self.attention_layers * of_chains
+        given = self.state_bytes(batch)
+        stays = self.once_kept(batch) + given
+        if not batch.recomputes:
+            return stays + sum(depths)
+        keys = 2 * batch.size * config.num_key_value_heads * config.head_dim
+        return stays + given + sum(slots) * self.attention_layers * keys + max(depths)
 
     # -------------------------------------------------------------- inference
 

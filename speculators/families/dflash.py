@@ -44,6 +44,7 @@ from draftsmith.speculators.layers.checkpointing import kept_or_recomputed
 from draftsmith.speculators.layers.decoder import Attend, DecoderLayer, RMSNorm, Rotary, RotaryTable
 from draftsmith.speculators.layers.grouped_attention import cached_attends
 from draftsmith.speculators.layers.int8_linear import dtype_of
+from draftsmith.speculators.layers.kept_bytes import EXACT, Batch, block_bytes, layer_bytes
 from draftsmith.speculators.layers.queries import Blocks, in_window
 from draftsmith.speculators.options import (
     Count,
@@ -274,6 +275,45 @@ class DFlash(Drafter):
         values = fit_flops(slots, heads * config.head_dim, width)
         mlp = fit_flops(slots, inner, width) + 2 * 2 * slots * 3 * width * inner
         return config.num_layers * (together + in_groups + values + mlp)
+
+    @property
+    def read_width(self) -> int:
+        """D, of what `read` makes of a slot's state."""
+        return self.config.hidden_size
+
+    def layer_kept(self, slots: int, batch: Batch) -> int:
+        """Bytes that a layer keeps of the slots of blocks, whose states are float32."""
+        return layer_bytes(self.config, slots, batch, stream=EXACT)
+
+    def blocks_in(self, batch: Batch) -> int:
+        """Blocks that are trained in all rows."""
+        return batch.rows * min(self.max_anchors, batch.length)
+
+    @override
+    def state_bytes(self, batch: Batch) -> int:
+        return self.blocks_in(batch) * batch.depths * EXACT * self.read_width
+
+    @override
+    def kept_bytes(self, batch: Batch) -> int:
+        """Of the context the joined taps and their projection, and in every layer keys and values,
+        with what these are products of, cast for each. Of the slots of blocks every layer, and what
+        the final norm reads.
+
+        Recomputed is one layer at a time: the others keep the states that come in."""
+        config = self.config
+        width = batch.depths + config.first_slot
+        slots = self.blocks_in(batch) * width
+        state = EXACT * config.hidden_size
+        keys = config.num_key_value_heads * config.head_dim
+        before_norm = EXACT * keys if config.qk_norm else 0
+        cast = 0 if batch.size == EXACT else 2 * batch.size * config.hidden_size
+        context = config.num_layers * (2 * batch.size * keys + before_norm + cast)
+        once = batch.tokens * (batch.size * self.fc.in_features + state + context)
+        once += slots * state + self.state_bytes(batch)
+        layer = self.layer_kept(slots, batch) + block_bytes(config, slots, batch, 1, width)
+        if batch.recomputes:
+            return once + config.num_layers * slots * state + layer
+        return once + config.num_layers * layer
 
     @torch.no_grad()
     def initialise_from(

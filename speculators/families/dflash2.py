@@ -21,6 +21,7 @@ from typing_extensions import override
 from draftsmith.speculators.drafter import TrainedHead
 from draftsmith.speculators.families.dflash import DFlash, DFlashConfig, DFlashOptions
 from draftsmith.speculators.layers.decoder import Attend, DecoderLayer, Rotary
+from draftsmith.speculators.layers.kept_bytes import EXACT, Batch, layer_bytes
 from draftsmith.speculators.target.target_head import TargetHead
 from draftsmith.speculators.vocab.draft_vocab import to_target_ids
 
@@ -166,6 +167,23 @@ class DFlash2(DFlash):
     @override
     def make_layer(self, config: DFlash2Config) -> ConvLayer:
         return ConvLayer(config)
+
+    @override
+    @property
+    def read_width(self) -> int:
+        return self.config.hidden_size + self.config.selector_rank
+
+    @override
+    def layer_kept(self, slots: int, batch: Batch) -> int:
+        """Of each part's convolutions: both kernels of a slot and what they mix in front of the
+        part, in float32, what they mix behind it, both shifted once for each further tap, and what
+        kernels are projected from."""
+        config = self.config
+        b = batch.size
+        taps = config.conv_kernel_size
+        conv = 2 * taps * EXACT + EXACT + b + (taps - 1) * (EXACT + b) + b  # for each of H numbers
+        layer = layer_bytes(config, slots, batch, stream=EXACT, compiles=False)
+        return layer + 2 * slots * conv * config.hidden_size
 
     @override
     def prepare_training(self, options: DFlash2Options) -> DFlash2:

@@ -92,6 +92,11 @@ class DSpark(DFlash):
         return [*super().vocabulary_heads, self.markov_head.markov_w2]
 
     @override
+    @property
+    def read_width(self) -> int:
+        return self.config.hidden_size + self.config.markov_rank
+
+    @override
     def prepare_training(self, options: DSparkOptions) -> DSpark:
         weight = options.confidence_loss if self.config.enable_confidence_head else 0.0
         self.traits = replace(self.traits, confidence_loss=weight)

@@ -24,6 +24,7 @@ from draftsmith.speculators.families.autoregressive import DecoderChain
 from draftsmith.speculators.families.least_squares import fit_bytes, fit_flops, ridge, terms_for
 from draftsmith.speculators.layers.decoder import Asked, Attends, DecoderLayer, Rotary, RotaryTable
 from draftsmith.speculators.layers.int8_linear import dtype_of
+from draftsmith.speculators.layers.kept_bytes import EXACT, Batch, layer_bytes
 from draftsmith.speculators.options import DecoderOptions, VocabularyOptions
 from draftsmith.speculators.precision import on_host
 from draftsmith.speculators.target.frozen_target import TargetFeatures
@@ -138,6 +139,22 @@ class Eagle(DecoderChain):
         guess = 2 * terms * depths * inputs * width
         again = fit_flops(terms * depths, inputs, width) + guess
         return fit_flops(terms, inputs, width) + (ROUNDS * again if depths > 1 else 0)
+
+    @override
+    def once_kept(self, batch: Batch) -> int:
+        """The target's states in float32."""
+        return batch.tokens * EXACT * self.config.hidden_size
+
+    @override
+    def depth_kept(self, slots: int, batch: Batch) -> int:
+        """What `fc` reads of an embedding and a state; the first layer reads it without a norm."""
+        config = self.config
+        joined = slots * batch.size * 2 * config.hidden_size
+        layers = [
+            layer_bytes(config, slots, batch, stream=batch.size, norms=min(i, 1))
+            for i in range(config.num_layers)
+        ]
+        return joined + sum(layers)
 
     @torch.no_grad()
     def initialise_from(

@@ -33,6 +33,7 @@ from draftsmith.speculators.layers.decoder import (
     RotaryTable,
 )
 from draftsmith.speculators.layers.int8_linear import dtype_of
+from draftsmith.speculators.layers.kept_bytes import Batch, layer_bytes
 from draftsmith.speculators.options import DecoderOptions, PositiveInt, TapOptions, VocabularySize
 from draftsmith.speculators.target.target_head import TargetHead
 from draftsmith.speculators.traits import Traits
@@ -165,6 +166,19 @@ class Eagle3(DecoderChain):
     @override
     def start_flops(self, options: Eagle3Options, terms: int) -> int:
         return flops_of_least_squares(self, terms)
+
+    @override
+    def once_kept(self, batch: Batch) -> int:
+        """The taps, as `fc` multiplies them."""
+        return batch.tokens * batch.size * self.fc.in_features
+
+    @override
+    def depth_kept(self, slots: int, batch: Batch) -> int:
+        """The first layer norms and reads an embedding and a state."""
+        config = self.config
+        shape = {"stream": batch.size}
+        first = layer_bytes(config, slots, batch, inputs=2 * config.hidden_size, norms=2, **shape)
+        return first + (config.num_layers - 1) * layer_bytes(config, slots, batch, **shape)
 
     @property
     def reads_start_text(self) -> bool:

@@ -19,6 +19,7 @@ from draftsmith.speculators.config import DrafterConfig
 from draftsmith.speculators.drafter import Samples, valid_terms
 from draftsmith.speculators.families.attention_free import SlotwiseDrafter
 from draftsmith.speculators.families.least_squares import fit_bytes, fit_flops, ridge, terms_for
+from draftsmith.speculators.layers.kept_bytes import EXACT, Batch
 from draftsmith.speculators.options import PositiveInt, VocabularyOptions
 from draftsmith.speculators.target.frozen_target import TargetFeatures
 from draftsmith.speculators.target.target_head import TargetHead
@@ -123,6 +124,21 @@ class Medusa(SlotwiseDrafter):
         width = self.config.hidden_size
         regressions = self.config.num_heads * fit_flops(terms, width, width)
         return regressions + sum(2 * width * head.weight.numel() for head in self.lm_heads)
+
+    @override
+    def state_bytes(self, batch: Batch) -> int:
+        return batch.depths * batch.tokens * EXACT * self.config.hidden_size
+
+    @override
+    def kept_bytes(self, batch: Batch) -> int:
+        """Of each block what its product reads and gives, and the sum, in float32. Recomputed, of
+        each head the state that it reads and the one it gives, and the blocks of one."""
+        config = self.config
+        state = batch.tokens * config.hidden_size
+        head = state * config.num_layers * (2 * batch.size + EXACT)
+        if batch.recomputes:
+            return 2 * self.state_bytes(batch) + head
+        return batch.depths * head
 
     @torch.no_grad()
     def initialise_from(

@@ -26,6 +26,7 @@ from draftsmith.speculators.config import DrafterConfig
 from draftsmith.speculators.drafter import Samples
 from draftsmith.speculators.families.attention_free import SlotwiseDrafter
 from draftsmith.speculators.layers.decoder import RMSNorm
+from draftsmith.speculators.layers.kept_bytes import EXACT, Batch
 from draftsmith.speculators.options import PositiveInt, VocabularyOptions
 from draftsmith.speculators.target.target_head import TargetHead
 
@@ -151,6 +152,21 @@ class MLPSpeculator(SlotwiseDrafter):
     def vocabulary_heads(self) -> list[nn.Linear]:
         """One for each depth, or one for all."""
         return list(self.heads)  # type: ignore[arg-type]
+
+    @override
+    def state_bytes(self, batch: Batch) -> int:
+        return batch.depths * batch.tokens * EXACT * self.config.inner_dim
+
+    @override
+    def kept_bytes(self, batch: Batch) -> int:
+        """Of each depth the state before, cast for its product, what is normed and what `gelu`
+        reads, and the state after it, that the loss reads, in float32. Recomputed, two states, and
+        one depth."""
+        state = batch.tokens * self.config.inner_dim
+        depth = state * (batch.size + 3 * EXACT)
+        if batch.recomputes:
+            return 2 * self.state_bytes(batch) + depth
+        return batch.depths * depth
 
     @torch.no_grad()
     def initialise_from(

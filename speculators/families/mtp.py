@@ -30,6 +30,7 @@ from draftsmith.speculators.layers.decoder import (
     RotaryTable,
 )
 from draftsmith.speculators.layers.int8_linear import dtype_of
+from draftsmith.speculators.layers.kept_bytes import EXACT, Batch, layer_bytes
 from draftsmith.speculators.layers.target_layer import BorrowedLayer, layer_fields
 from draftsmith.speculators.options import NonEmptyText, PositiveInt, VocabularyOptions
 from draftsmith.speculators.target.target_head import TargetHead
@@ -191,6 +192,28 @@ class Mtp(ChainDrafter):
                     where="drafter of family mtp",
                 )
         return self
+
+    # -------------------------------------------------------------- memory of training
+
+    @override
+    @property
+    def state_size(self) -> int:
+        """The final norm's."""
+        return EXACT
+
+    @override
+    def once_kept(self, batch: Batch) -> int:
+        """The state that is read, in float32."""
+        return batch.tokens * EXACT * self.config.hidden_size
+
+    @override
+    def depth_kept(self, slots: int, batch: Batch) -> int:
+        """Three norms, in float32 as their states are; what is projected; the layer."""
+        width = self.config.hidden_size
+        read = slots * (3 * EXACT + 2 * batch.size) * width
+        compiles = isinstance(self.layer, DecoderLayer)
+        shape = {"stream": batch.size, "compiles": compiles}
+        return read + layer_bytes(self.config, slots, batch, **shape)
 
     # -------------------------------------------------------------- starting weights
 

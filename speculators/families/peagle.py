@@ -106,6 +106,11 @@ class PEagle(Eagle3):
         return [v & (rank < (chains * share).ceil()) for v, share in zip(valid, shares)]
 
     @override
+    def share_of_slots(self, depth: int) -> float:
+        """At depth 0 all give keys; behind it, the chains that are kept."""
+        return max(self.cod_ratio**depth, self.cod_floor)
+
+    @override
     def tokens_read(self, token_ids: Tensor, depth: int) -> Tensor:
         return token_ids if depth == 0 else torch.full_like(token_ids, self.config.mask_token_id)
 

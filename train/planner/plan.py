@@ -11,8 +11,9 @@ Nothing is loaded or run: the target and the drafter are modules without memory.
   float32 and on every device alike;
 - time: FLOPs over a share of the device's rate (devices.py), or bytes over that share of the
   bandwidth;
-- activations: 17 numbers for each hidden unit, layer, depth and token (Korthikanti et al. 2022,
-  attention scores not kept)."""
+- activations: the head's by its family (`Drafter.kept_bytes`), every slot a term; a target's that
+  trains too 17 numbers for each hidden unit, layer and token (Korthikanti et al. 2022, attention
+  scores not kept)."""
 
 from __future__ import annotations
 
@@ -27,10 +28,11 @@ from transformers.pytorch_utils import Conv1D
 
 from draftsmith.speculators.config import DrafterConfig
 from draftsmith.speculators.drafter import Drafter
+from draftsmith.speculators.layers.kept_bytes import Batch
 from draftsmith.speculators.precision import autocast_dtype, own_device
 from draftsmith.speculators.target.info import TargetSketch
 from draftsmith.train.features.encodings import bytes_per_token
-from draftsmith.train.losses.chunked import default_chunk_size
+from draftsmith.train.losses.chunked import default_block_size, default_chunk_size
 from draftsmith.train.planner.devices import CONTEXT, Device, this_machine
 from draftsmith.train.planner.token_counts import ASSUMED_SHARE, TokenCount, count_tokens
 from draftsmith.train.recipe.drafter_config import drafter_config, sketch_drafter
@@ -41,7 +43,8 @@ from draftsmith.train.trainer.optimizers import muon_matrices
 from draftsmith.train.trainer.pace import FEW_STEPS, WHAT_TO_CHANGE
 
 DEVICES_OF_HOST = 8  # which makers put into one
-ACTIVATIONS = 17  # numbers kept per hidden unit, layer and token
+ACTIVATIONS = 17  # numbers that a target keeps per hidden unit, layer and token
+BLOCK_TENSORS = 6  # of the float32 logits of a block, that are there at a time
 Parts = dict[str, int]  # bytes, by what takes them
 
 
@@ -373,25 +376,62 @@ class StagePlan:
     @property
     def memory(self) -> Parts:
         """Bytes of one device while it trains."""
-        recipe = self.recipe
-        target = self.target
-        drafter = self.drafter
-        rows = self.step_rows.rows * recipe.data.max_length
-        layers = getattr(drafter, "num_layers", 1) * self.depths
-        if recipe.training.activation_checkpointing:
-            layers = max(layers // self.depths, 1)  # those of one depth
-        unit = rows * ACTIVATIONS * self.autocast.itemsize * drafter.hidden_size
-        vocabulary = max(target.vocab_size, drafter.draft_vocab_size)
-        chunk = default_chunk_size(vocabulary, self.device)
+        rows = self.step_rows.rows * self.recipe.data.max_length
         return self.held | {
             "features": rows * self.feature_bytes,
-            "activations": unit * layers,
+            "activations": self.head.kept_bytes(self.batch),
+            "weights as products read them": self.cast_weights,
             "activations of the target": self._target_activations(rows),
-            "logits of a loss chunk": 3 * 4 * chunk * vocabulary,
+            "loss, a chunk at a time": self._loss_bytes,
             "features of the next rows": rows * self.feature_bytes if self.overlaps else 0,
             "features kept between epochs": self.kept_on_device,
             "runtime and libraries": self.runtime,
         }
+
+    @property
+    def batch(self) -> Batch:
+        """What a micro-step unrolls on one device."""
+        return Batch(
+            rows=self.step_rows.rows,
+            length=self.recipe.data.max_length,
+            depths=self.depths,
+            dtype=self.autocast,
+            device=self.device,
+            recomputes=self.recipe.training.activation_checkpointing,
+        )
+
+    @property
+    def cast_weights(self) -> int:
+        """Bytes of the trained matrices but the output head's in the dtype of autocast, which keeps
+        each that a forward has cast until its backward pass; 0 in float32."""
+        if self.autocast == torch.float32 or self.recipe.training.activation_checkpointing:
+            return 0
+        heads = {id(p) for p in self.head.head_parameters()}
+        tables = {id(m.weight) for m in self.head.modules() if isinstance(m, nn.Embedding)}
+        matrices = (p for p in self.head.trainable_parameters() if p.ndim > 1)
+        cast = (p for p in matrices if id(p) not in heads | tables)
+        return self.autocast.itemsize * sum(p.numel() for p in cast)
+
+    @property
+    def _loss_bytes(self) -> int:
+        """Bytes of the objective at its peak, beside the gradient that it adds up.
+
+        The states of all depths in one tensor, and their gradient. Of a chunk the target's logits
+        and the head's, which become their own gradient, in the dtypes of their products; a trained
+        head's weight as its product reads it; and first a few float32 tensors of a block's logits
+        (softmaxes, their minimum, the gradient), then the gradient of the weight by this chunk."""
+        target = self.target
+        tokens = self.drafter.draft_vocab_size
+        vocabulary = max(target.vocab_size, tokens)
+        chunk = default_chunk_size(vocabulary, self.device)
+        size = self.autocast.itemsize
+        logits = chunk * (target.vocab_size * target.dtype.itemsize + tokens * size)
+        heads = [p.numel() for p in self.head.head_parameters() if p.ndim > 1]
+        weight = max(heads, default=0) * size
+        block = BLOCK_TENSORS * 4 * default_block_size(vocabulary, self.device) * vocabulary
+        cast = weight if size < 4 else 0
+        states = 2 * self.head.state_bytes(self.batch)
+        return states + logits + cast + max(block, weight)
 
     def _target_activations(self, tokens: int) -> int:
         """Bytes that a forward of the target leaves for its backward pass; 0: it has none."""

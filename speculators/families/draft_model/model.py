@@ -32,6 +32,7 @@ from draftsmith.speculators.families.draft_model.student import (
     plain_fields,
     read_layers,
 )
+from draftsmith.speculators.layers.kept_bytes import EXACT, Batch, Widths, layer_bytes
 from draftsmith.speculators.options import Count, PositiveInt, VocabularyOptions
 from draftsmith.speculators.precision import to_device
 from draftsmith.speculators.target.frozen_target import FrozenTarget, TargetFeatures
@@ -322,6 +323,28 @@ class DraftModel(TokenDrafter):
     @override
     def prepare_training(self, options: DraftModelOptions) -> Drafter:
         return self.requires_grad_(True)
+
+    @override
+    def state_bytes(self, batch: Batch) -> int:
+        return batch.depths * batch.tokens * EXACT * self.config.hidden_size
+
+    @override
+    def kept_bytes(self, batch: Batch) -> int:
+        """Of every layer what one of ours keeps, its states float32 as its weights are. A norm of
+        transformers is computed in steps, and keeps its output before the weight too, in the dtype
+        of its input: float32, of queries and keys that of products. Recomputed is one layer at a
+        time."""
+        shape = Widths.of(self.model.config)
+        state = batch.tokens * EXACT * shape.hidden_size
+        layers = self.model.config.num_hidden_layers
+        layer = layer_bytes(shape, batch.tokens, batch, stream=EXACT, compiles=False) + 2 * state
+        if shape.qk_norm:
+            heads = shape.num_attention_heads + shape.num_key_value_heads
+            layer += batch.tokens * batch.size * heads * shape.head_dim
+        once = 2 * state + self.state_bytes(batch)
+        if batch.recomputes:
+            return once + layers * state + layer
+        return once + layers * layer
 
     @override
     def checkpoint_activations(self, enabled: bool) -> None:

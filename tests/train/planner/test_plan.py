@@ -195,7 +195,7 @@ def test_a_start_that_takes_more_than_the_training_is_what_a_plan_shows(folder):
     """Its attention heads are solved for together."""
     sections = tree(folder, "dflash")
     wide = {"num_attention_heads": 32, "num_key_value_heads": 4, "init": "least_squares"}
-    sections["drafter"] = sections["drafter"] | wide
+    sections["drafter"] = sections["drafter"] | wide | {"anchors_per_row": 8}
     plan = make_plan(make_recipe(sections))
     assert plan.memory["fit of the start"] > 3 * 4 * (32 * plan.stages[0].target.hidden_size) ** 2
     sections["drafter"] = sections["drafter"] | {"init": "taps"}
