@@ -8,6 +8,7 @@ import random
 import pytest
 
 from draftsmith.inference.requests.detokenizer import Detokenizer
+from draftsmith.inference.requests.request import Request
 from draftsmith.inference.sampling_params import SamplingParams
 from tests.support.tokenizers import byte_level, sentencepiece
 
@@ -18,12 +19,12 @@ def full_text(tokenizer, ids, params):
     return pushed(tokenizer, [], [ids], params)[2]
 
 
-def pushed(tokenizer, prompt, blocks, params, first_checked=0):
+def pushed(tokenizer, prompt, blocks, params):
     """(kept tokens, stop string, text, the pieces that were taken) of blocks pushed one after
     another."""
     detokenizer, kept, pieces = Detokenizer(tokenizer, prompt, params), 0, []
     for block in blocks:
-        used, stop = detokenizer.push(block, first_checked - kept)
+        used, stop = detokenizer.push(block)
         kept += used
         pieces.append(detokenizer.take())
         if stop is not None:
@@ -119,13 +120,17 @@ def test_stop_strings_cut_alike_in_any_blocks(byte_tokenizer, stop, include):
         assert byte_tokenizer.decode(ids[:kept]) == TEXT[:end]
 
 
-def test_stop_strings_complete_before_min_tokens_do_not_count(byte_tokenizer):
+def test_request_of_stop_strings_complete_before_min_tokens_goes_on(byte_tokenizer):
     ids = byte_tokenizer("ab ab ab").input_ids
+    params = SamplingParams(stop="ab", min_tokens=4)
     for blocks in splits(ids, 3):
-        kept, stop, text, _ = pushed(
-            byte_tokenizer, [], blocks, SamplingParams(stop="ab"), first_checked=4
-        )
-        assert (kept, stop, text) == (5, "ab", "ab ")
+        detokenizer = Detokenizer(byte_tokenizer, [5, 6], params)
+        options = {"generator": None, "max_model_len": 99, "detokenizer": detokenizer}
+        request = Request("0", 0, [5, 6], params, **options)
+        while not request.finished:
+            request.commit(blocks.pop(0))
+        assert request.output_token_ids == ids[:5]
+        assert (request.stop_reason, detokenizer.text) == ("ab", "ab ")
 
 
 def test_special_tokens_are_skipped_unless_asked_for(byte_tokenizer):

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from draftsmith.speculators.errors import CheckpointError, ConfigError
+from draftsmith.speculators.target.frozen_target import FrozenTarget
 from draftsmith.train.losses.divergences import DIVERGENCES
 from draftsmith.train.trainer import checkpoint
 from draftsmith.train.trainer import trainer as module
@@ -83,6 +84,17 @@ def test_killed_anywhere_ends_with_the_same_weights(tiny_model, tmp_path, optimi
     assert_equal(weights(whole), weights(again))
     assert [r["step"] for r in state.history] == list(range(1, 9))
     assert [r["loss"] for r in state.history] == [r["loss"] for r in whole.state.history]
+
+
+def test_dropout_of_a_step_follows_from_its_rows_alone(tiny_model, tmp_path):
+    losses = []
+    for seed in (0, 1):
+        target = FrozenTarget(copy.deepcopy(tiny_model("llama", attention_dropout=0.5)))
+        recipe = make_recipe("draft_model")
+        trainer = make_trainer(tiny_model, tmp_path / str(seed), recipe, target=target)
+        torch.manual_seed(seed)
+        losses.append(trainer.step(0.0).numbers)
+    assert torch.equal(*losses)
 
 
 def test_checkpoint_of_other_rows_a_step_is_refused(tiny_model, tmp_path):
