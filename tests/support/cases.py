@@ -129,7 +129,7 @@ CASES: dict[str, Case] = {
     ),
     "peagle, window": Case(
         "peagle",
-        {"num_depths": 4, **MASK, "sliding_window": 5},
+        {"num_depths": 6, **MASK, "sliding_window": 5},
         {"own_embeddings": False},
         taps=(1, 2),
     ),

@@ -1,8 +1,12 @@
-"""What answers say of tokens that are parts of characters."""
+"""What answers say of tokens: of parts of characters, and of those that cannot be."""
 
 from __future__ import annotations
 
-from draftsmith.inference.server.answers import _bytes_of
+import json
+import math
+
+from draftsmith.inference.outputs import Logprob
+from draftsmith.inference.server.answers import _bytes_of, _finite
 
 
 def test_bytes_are_those_that_a_token_adds(byte_tokenizer):
@@ -16,3 +20,7 @@ def test_bytes_are_those_that_a_token_adds(byte_tokenizer):
 def test_bytes_are_those_of_the_text_where_a_tokenizer_does_not_tell_them():
     assert _bytes_of(object(), 7, "word") == b"word"
     assert _bytes_of(object(), 7, "\ufffd") is None
+
+
+def test_logprob_of_a_token_that_cannot_be_is_a_number_that_json_has():
+    assert json.dumps(_finite(Logprob(-math.inf)), allow_nan=False) == "-9999.0"

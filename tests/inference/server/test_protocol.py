@@ -11,9 +11,12 @@ from draftsmith.inference.server.protocol import (
     MOST_CHARACTERS,
     MOST_ENTRIES,
     MOST_LEVELS,
+    ChatRequest,
     CompletionRequest,
 )
 from draftsmith.inference.server.serve_options import ServerOptions
+
+OPTIONS = ServerOptions(served_model_name=("tiny",))
 
 
 def nested(levels: int) -> list:
@@ -42,7 +45,7 @@ MOST = [  # field, the most that it may hold, and one more
 
 def read(**fields: object) -> CompletionRequest:
     body = json.dumps({"prompt": "x", **fields}).encode()
-    return CompletionRequest.read(body, ServerOptions(served_model_name=("tiny",)))[0]
+    return CompletionRequest.read(body, OPTIONS)[0]
 
 
 @pytest.mark.parametrize(
@@ -50,6 +53,17 @@ def read(**fields: object) -> CompletionRequest:
 )
 def test_read_takes_names_of_openai_that_change_no_answer(field):
     assert read(**{field: "jane"}).prompt == ["x"]
+
+
+def test_read_takes_null_for_the_default():
+    nulls = dict.fromkeys(["stream", "stream_options", "max_tokens", "logit_bias", "stop", "seed"])
+    assert read(**nulls) == read()
+
+
+def test_read_takes_openais_name_of_today_for_the_longest_response_before_the_old_one():
+    body = {"messages": [], "max_tokens": 9, "max_completion_tokens": 4}
+    _, params = ChatRequest.read(json.dumps(body).encode(), OPTIONS)
+    assert params.max_tokens == 4
 
 
 @pytest.mark.parametrize("field, most, more", MOST, ids=[field for field, *_ in MOST])

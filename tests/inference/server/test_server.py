@@ -189,13 +189,25 @@ def test_stop_strings(client, offline, byte_tokenizer):
     assert "".join(chunk.choices[0].text for chunk in chunks) == choice.text
 
 
-def test_tools_and_options_reach_the_chat_template(url, byte_tokenizer):
+def test_choices_are_in_the_order_of_their_prompts_whoever_ends_first(client, offline):
+    prompts = ["first", "second one"]
+    long, short = (output_of(offline, prompt) for prompt in prompts)
+    stop = next(token for token in short.token_ids if token not in long.token_ids)
+    request = GREEDY | {"prompt": prompts, "extra_body": {"stop_token_ids": [stop]}}
+    first, second = client.completions.create(**request).choices
+    assert (first.text, second.finish_reason) == (long.text, "stop")
+
+
+def test_tools_and_options_reach_the_chat_template(serving, drafting_llm, model, byte_tokenizer):
+    """A request's own before those of the server."""
+    options = {"chat_template": TEMPLATE, "default_chat_template_kwargs": {"shout": True}}
+    url = serving(drafting_llm("off", model), **options)
     tool = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
     request = {"messages": CHAT[1:], "max_tokens": 1, "return_token_ids": True, "tools": [tool]}
     turns = "<s>user:Why is the sky blue?</s><s>assistant:"
     for extra, expected in (
-        ({"chat_template_kwargs": {"shout": True}}, f"<tool>weather</tool>{turns}!"),
-        ({"tool_choice": "none"}, turns),
+        ({}, f"<tool>weather</tool>{turns}!"),
+        ({"chat_template_kwargs": {"shout": False}, "tool_choice": "none"}, turns),
     ):
         answer = httpx2.post(f"{url}/v1/chat/completions", json=request | extra, timeout=60).json()
         assert byte_tokenizer.decode(answer["prompt_token_ids"]) == expected

@@ -65,6 +65,9 @@ def test_published_heads_without_our_fields_are_read(tiny_model, tmp_path):
     _, drafter = make(case, tiny_model("llama"))
     folder = export_drafter(drafter, tmp_path / "head", dtype=torch.float32)
     fields = json.loads((folder / "config.json").read_text())
+    fields["eagle_aux_hidden_state_layer_ids"].reverse()  # engines tap in the order of the layers
+    (folder / "config.json").write_text(json.dumps(fields))
+    assert read_drafter_config(folder).tap_layers == tuple(default_tap_layers(3))
     for field in ("draftsmith", "eagle_aux_hidden_state_layer_ids", "num_aux_hidden_states"):
         fields.pop(field)
     (folder / "config.json").write_text(json.dumps(fields))

@@ -3,14 +3,18 @@ lead to it, and what comes out of the runtime is the target's own."""
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from draftsmith.speculators.drafter import TreeLevel
+from tests.support.cases import BASE, world_of
 from tests.support.contract import draft_input, draft_logits
 
 
+@pytest.mark.parametrize("name", [*BASE.values(), "eagle3, two layers, window"])
 @torch.no_grad()
-def test_a_tree_is_as_many_chains(world):
+def test_a_tree_is_as_many_chains(name):
+    world = world_of(name)
     drafter = world[1]
     texts = [[5, 9, 2, 7, 11, 3], [4, 8, 15]]
     levels = [

@@ -191,6 +191,7 @@ def test_conversations_that_begin_with_the_assistant_lose_those_turns(tmp_path):
         [user, assistant],
     ]
     assert bad.shortened == 2 and not bad.reasons
+    assert "2 of 3 conversations begin with the assistant" in str(bad)
 
 
 def test_a_source_without_a_whole_row_says_why(tmp_path):

@@ -34,6 +34,13 @@ CHATML_MARKED = (
 CHATML_MARKED_CLOSED = CHATML_MARKED.replace(
     "{% endif %}<|im_end|>\n", "<|im_end|>\n{% endif %}"
 ).replace("{% endgeneration %}", "<|im_end|>\n{% endgeneration %}")
+# And such whose markers enclose the turn's header too, which the generation prompt has.
+CHATML_MARKED_WHOLE = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}<|im_start|>assistant\n"
+    "{{ m.content }}<|im_end|>\n{% endgeneration %}{% else %}<|im_start|>{{ m.role }}\n"
+    "{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 CHATML = CHATML_MARKED.replace("{% generation %}", "").replace("{% endgeneration %}", "")
 LLAMA3 = (
     "<|begin_of_text|>{% if tools %}<|start_header_id|>system<|end_header_id|>\n\n"
@@ -132,6 +139,7 @@ def rows_of(tokenizer, template: str, example: Example, **options) -> list[Token
 STYLES = {
     "chatml-marked": (CHATML_MARKED, "{}<|im_end|>"),
     "chatml-marked-closed": (CHATML_MARKED_CLOSED, "{}<|im_end|>"),
+    "chatml-marked-whole": (CHATML_MARKED_WHOLE, "{}<|im_end|>"),
     "chatml": (CHATML, "{}<|im_end|>"),
     "llama3": (LLAMA3, "{}<|eot_id|>"),
     "mistral": (MISTRAL, " {}</s>"),

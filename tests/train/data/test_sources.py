@@ -343,6 +343,7 @@ def test_questions_of_a_suite_are_not_trained_on(tmp_path):
         chat("a", "b", "Why is the sky blue?", "6"),
         chat("now in one word.", "7"),
         chat("c", "Why is the sky blue?"),
+        {"prompt": "Why is the sky blue?", "completion": "8"},
     ]
     tree = recipe_of(tmp_path, rows, [chat("Held")]).model_dump(mode="json")
     tree["evaluation"]["suites"] = {"mt_bench": path}
