@@ -157,7 +157,7 @@ def check(runner, prompt, reference, output):
     return compare_greedy(runner, off, on, num_speculative_tokens=K, rows=2)
 
 
-def test_float32_has_no_ties(llm) -> None:
+def test_difference_is_told_with_its_place_and_gap(llm) -> None:
     output = written(llm, 1, 0.0)[0]
     tokens, prompt = output.outputs[0].token_ids, output.prompt_token_ids
     assert check(llm.engine.runner, prompt, tokens, tokens).mismatches == 0
@@ -184,6 +184,15 @@ def test_noise_is_that_of_the_engines_forward_in_whole_verifications(llm, monkey
     assert len(forwards) == len(runs)
     assert all(scratch.forward is llm.engine.runner.forward for scratch in forwards)
     assert any(pieces == [len(ids) - K - 1, K + 1] for _, ids, pieces, *_ in runs)
+    later = [*range(3, 9)]  # a verification and two tokens before it
+    check(llm.engine.runner, prompt, [*later, 5], [*later, 6])
+    assert any(pieces == [len(prompt), 2, K + 1] for _, _, pieces, *_ in runs)
+
+
+def test_noise_is_what_the_gap_of_two_logits_changes_by() -> None:
+    runs = [torch.tensor([1.0, 0.9, 0.0]), torch.tensor([0.94, 0.95, 0.0])]
+    gap, noise, tie = lossless._judge(iter(runs), 0, 1)
+    assert (gap, noise, tie) == (pytest.approx(0.1), pytest.approx(0.11), True)
 
 
 def test_noise_of_a_long_text_is_measured_in_forwards_as_large_as_the_engines(
@@ -200,16 +209,17 @@ def test_noise_of_a_long_text_is_measured_in_forwards_as_large_as_the_engines(
     assert 0 < max(forwards) <= 32
 
 
-def test_bfloat16_ties_are_told_from_mistakes(folders) -> None:
+@pytest.mark.parametrize("dtype, ties", [("bfloat16", 1), ("float32", 0)])
+def test_ties_are_told_from_mistakes_and_float32_has_none(dtype, ties, folders) -> None:
     """Two tokens with the same output row tie exactly; any other replacement is a mistake."""
-    target = FrozenTarget.from_pretrained(folders[0], dtype=torch.bfloat16)
+    target = FrozenTarget.from_pretrained(folders[0], dtype=getattr(torch, dtype))
     prompt = some_prompts(1)[0]
     logits = target.logits(target(torch.tensor([prompt]))[1])[0, -1].float()
     best, worst = int(logits.argmax()), int(logits.argmin())
     runner_up = (best + 1) % 250
     target.lm_head.weight.data[runner_up] = target.lm_head.weight.data[best]
     tied = check(ModelRunner(target, 1, 1), prompt, [best], [runner_up])
-    assert (tied.dtype, tied.mismatches, tied.ties) == ("bfloat16", 0, 1)
+    assert (tied.dtype, tied.mismatches, tied.ties) == (dtype, 1 - ties, ties)
     assert tied.details[0].top_two_gap == 0
     wrong = check(ModelRunner(target, 1, 1), prompt, [best], [worst])
     assert (wrong.mismatches, wrong.ties) == (1, 0)

@@ -22,8 +22,10 @@ from draftsmith.speculators.errors import CheckpointError, ConfigError, DataErro
 from draftsmith.train.data.examples import Example
 from draftsmith.train.data.loss_mask import ConversationTokenizer
 from draftsmith.train.pipeline.acceptance_stage import (
+    Asker,
     accept,
     check_prompts,
+    gate_bounds,
     measure,
     measured_suites,
     settings_of,
@@ -65,6 +67,19 @@ def test_a_run_is_measured_reported_and_gated(world) -> None:
     missed = recipe(demanded, temperatures=[0.0], lossless_check=False)
     assert accept(missed, stages=quiet) == 1
     assert not load_report(root / "run" / "acceptance.json").passed
+
+
+def test_gate_of_a_temperature_holds_there_in_place_of_the_general_one(world) -> None:
+    gates = {"t1.acceptance_length": {"min": 1.5}, "acceptance_length": {"min": 2.0}}
+    bounds = gate_bounds(world[1](gates, temperatures=[0.0, 1.0]))
+    assert {key: bound.min for key, bound in bounds.items()} == {
+        "t0.acceptance_length": 2.0,
+        "t1.acceptance_length": 1.5,
+    }
+
+
+def test_a_timed_batch_is_as_large_as_the_recipe_says(world) -> None:
+    assert settings_of(world[1](timed_prompts=2, batch_size=8)).timed_prompts == 8
 
 
 def test_report_that_cannot_be_written_is_printed(tmp_path) -> None:
@@ -176,7 +191,10 @@ def test_workloads_tokenise_each_prompt_once(world, monkeypatch) -> None:
 
 def test_prompts_that_are_left_out_are_counted(world, tmp_path) -> None:
     _, recipe = world
-    texts = ["fits", "fits too", "x" * 300]
+    asker = Asker.of(recipe())
+    around = len(chat_bytes()("user:<end>assistant:").input_ids)
+    room = asker.limit - asker.max_tokens
+    texts = ["fits", "x" * (room - around), "x" * (room - around + 1)]
     rows = [{"messages": [{"role": "user", "content": text}]} for text in texts]
     file = tmp_path / "prompts.jsonl"
     lines = [json.dumps(row) for row in [*rows, {"promt": "misspelt"}]]
