@@ -109,7 +109,9 @@ CASES: dict[str, Case] = {
     ),
     "eagle3, two layers, window": Case("eagle3", {**TWO, "sliding_window": 3}, {}, "qwen3", (2,)),
     "eagle3, qk_norm": Case("eagle3", {"qk_norm": True, **REDUCED}, taps=(1, 2, 3)),
-    "eagle3, own embeddings, four taps": Case("eagle3", OWN, OWN, "qwen3", (0, 1, 2, 3)),
+    "eagle3, own embeddings, four taps, narrower": Case(
+        "eagle3", {**OWN, "hidden_size": 24}, OWN, "qwen3", (0, 1, 2, 3)
+    ),
     "medusa": Case("medusa", {"num_heads": 3}),
     "medusa, two blocks, no bias": Case(
         "medusa", {"num_heads": 4, **TWO, "fc_bias": False}, {}, "qwen3"

@@ -132,6 +132,15 @@ def test_taps_are_numbered_as_each_engine_numbers_them(written) -> None:
     assert fields["sglang"]["eagle_config"][TAPS] == [0, 1]
 
 
+@pytest.mark.parametrize(
+    "qk_norm, architecture", [(False, "LlamaForCausalLMEagle3"), (True, "Qwen3ForCausalLM")]
+)
+def test_vllm_is_told_which_layers_a_head_has(written, qk_norm, architecture) -> None:
+    fields = written("vllm", qk_norm=qk_norm, num_layers=2, sliding_window=4).fields
+    assert fields["architectures"] == [architecture]
+    assert fields["layer_types"] == ["sliding_attention"] * 2
+
+
 def test_sglang_zeros(written) -> None:
     """EAGLE-1's fc has a bias there, which would be random if left out."""
     one = written("sglang", "eagle", ())
