@@ -53,14 +53,6 @@ def test_a_unit_of_depth_matters(world: World) -> None:
     assert not torch.allclose(first[0], first[1], atol=1e-2)
 
 
-def test_unroll_of_rows_without_a_supervised_token_has_no_terms(world: World) -> None:
-    target, drafter = world
-    batch = packed([9, 6])
-    features = target.features(**batch | {"loss_mask": torch.zeros_like(batch["loss_mask"])})
-    assert drafter.count_terms(features, DEPTHS).tolist() == [0] * DEPTHS
-    assert [len(step.hidden) for step in drafter.unroll(features, DEPTHS)] == [0] * DEPTHS
-
-
 def test_ragged_rows_draft_as_alone(world: World) -> None:
     assert_ragged_rows_draft_as_alone(world, random_rows(5, 9, 7))
 

@@ -16,9 +16,6 @@ from draftsmith.train.pipeline.drift_verdict import (
     first_day,
     newest_day,
 )
-from draftsmith.train.pipeline.refresh_gate import LEAST_CONVERSATIONS
-
-FEW = LEAST_CONVERSATIONS - 1
 
 
 @pytest.mark.parametrize(
@@ -52,7 +49,7 @@ def test_the_worst_comparison_is_told():
     assert "50 % below the worst's" in advice([other, worst])
 
 
-def day(start: float, units: int = LEAST_CONVERSATIONS, source: str = "replay", k: int = 4) -> Day:
+def day(start: float, units: int = 30, source: str = "replay", k: int = 4) -> Day:
     return Day(start, units, source, k, Acceptance(units, 1e3, 1.0 + start, 0.1))
 
 
@@ -60,13 +57,13 @@ def day(start: float, units: int = LEAST_CONVERSATIONS, source: str = "replay", 
     ("days", "newest", "first"),
     [
         ([day(1), day(2), day(3)], 3, 1),
-        ([day(1), day(2), day(3, units=FEW)], 2, 1),
-        ([day(1, units=FEW), day(2), day(3)], 3, 2),
+        ([day(1), day(2), day(3, units=29)], 2, 1),
+        ([day(1, units=29), day(2), day(3)], 3, 2),
         ([day(1, source="answers"), day(2), day(3)], 3, 2),
         ([day(1, k=3), day(2), day(3)], 3, 2),
         ([day(3)], 3, None),
         ([Day(1, 9, "replay", 4, None), day(3)], 3, None),
-        ([day(3, units=FEW)], None, None),
+        ([day(3, units=29)], None, None),
     ],
 )
 def test_days_that_are_compared_are_measured_alike_and_have_enough(days, newest, first):
