@@ -432,8 +432,8 @@ wait"""
 SOURCES_COMMAND = "\n".join([SOURCES_FUNCTIONS, *map(trainings_of, SOURCES_TARGETS)])
 MINUTES = f"""python scripts/get_sharegpt.py {BROAD}
 {CACHE_FEATURES}
-for family in eagle3 dspark; do
-  python scripts/minutes.py --family $family --minutes 6 --broad {BROAD} \\
+for family in eagle3 dspark peagle mlp draft_model; do
+  python scripts/minutes.py --family $family --minutes 10 --broad {BROAD} \\
     --always features.mode=cache --always features.dir={OUT}/minutes/features
 done"""
 BENCHES = {
