@@ -149,6 +149,7 @@ def test_refresh_of_too_little_says_how_much_is_needed(recipe, run, exchanges, t
     message = refused("refresh", recipe, "--log", log)
     assert "160 of another model" in message and "another 160" in message
     assert "--undo" in refused("refresh", recipe)
+    assert "reads no log" in refused("refresh", recipe, "--undo", "--log", log)
     assert "no export before" in refused("refresh", recipe, "--undo")
     assert head(run / "export") == old and not (run / module.WORK).exists()
 

@@ -53,6 +53,8 @@ def run(options: RefreshOptions) -> None:
     from draftsmith.train.trainer.trainer import Interrupted
 
     recipe = load_recipe(options.recipe, options.overrides or ())
+    if options.undo and options.log is not None:
+        raise ConfigError("an undo reads no log: give one of --log and --undo", where="--undo")
     if options.undo:
         done = "the head before is exported again"
         if not undo(recipe):
