@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import logging
 import os
+import sysconfig
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
+from pathlib import Path
+from shutil import which
 from typing import Any, TypeVar
 
 import torch
@@ -62,11 +65,23 @@ def why_not(part: str, device: torch.device) -> str | None:
         return f"{SWITCH} leaves {part} out"
     if not torch.cuda.is_available():
         return "torch has no CUDA device"
-    if find_spec("triton") is None:
-        return "Triton is not installed"
     capability = torch.cuda.get_device_capability(device)
     if capability < CAPABILITY:
         return f"the GPU's compute capability is {capability}, Triton needs {CAPABILITY}"
+    return why_not_triton()
+
+
+@cache
+def why_not_triton() -> str | None:
+    """Why Triton builds no kernel on this machine; None if it does. It compiles what launches its
+    kernels in C, with Python's headers, when it first runs (triton/runtime/build.py)."""
+    if find_spec("triton") is None:
+        return "Triton is not installed"
+    if not (os.environ.get("CC") or which("gcc") or which("clang")):
+        return "Triton needs a C compiler: install gcc or clang, or name one in CC"
+    headers = Path(sysconfig.get_path("include", scheme="posix_prefix"), "Python.h")
+    if not headers.is_file():
+        return f"Triton needs Python's headers: {headers} is missing (Debian: python3-dev)"
     return None
 
 

@@ -18,7 +18,11 @@ from draftsmith.inference.engine.logprobs import record_logprobs
 from draftsmith.inference.engine.memory import memory_fault
 from draftsmith.inference.engine_options import EngineOptions
 from draftsmith.inference.metrics import REST, SAMPLING, VERIFICATION, SpecDecodeCounters
-from draftsmith.inference.model_runner.compile_options import CompileOptions, read_compilation
+from draftsmith.inference.model_runner.compile_options import (
+    CompileOptions,
+    compiler_fault,
+    read_compilation,
+)
 from draftsmith.inference.model_runner.model_runner import ModelRunner
 from draftsmith.inference.outputs import JudgedRound, Placed
 from draftsmith.inference.requests.request import Request
@@ -156,6 +160,9 @@ class Engine:
             return self.compiles
         if (fault := memory_fault(self.runner, self.proposer)) is not None:
             logger.warning("rounds run eager: compiled ones need all memory at once; %s", fault)
+            return False
+        if (fault := compiler_fault(self.compile_options, self.target.device.type)) is not None:
+            logger.warning("rounds run eager, since they cannot be compiled: %s", fault)
             return False
         self._compile(self.compile_options)
         return True

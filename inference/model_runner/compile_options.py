@@ -9,6 +9,7 @@ from typing import Any
 
 from draftsmith.inference.engine_options import EngineOptions
 from draftsmith.speculators.errors import ConfigError
+from draftsmith.speculators.kernels import why_not_triton
 
 logger = logging.getLogger(__name__)
 
@@ -59,3 +60,10 @@ def read_compilation(options: EngineOptions, device: str) -> CompileOptions | No
     cuda_graphs = {"mode": "reduce-overhead"} if replays else {}
     arguments = {"backend": backend or "inductor", **cuda_graphs}
     return CompileOptions(arguments, asked=asked, most_rows=None if asked else MOST_ROWS)
+
+
+def compiler_fault(options: CompileOptions, device: str) -> str | None:
+    """Why a `device` of this kind compiles no rounds on this machine; None if it does."""
+    if device != "cuda" or options.arguments["backend"] != "inductor":
+        return None
+    return why_not_triton()

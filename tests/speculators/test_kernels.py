@@ -33,6 +33,20 @@ def test_attention_that_the_switch_leaves_out_has_no_kernels(monkeypatch):
     assert "DRAFTSMITH_KERNELS" in flex_attention.why_not(keys, keys)
 
 
+def test_triton_needs_a_c_compiler_and_the_headers_of_python(monkeypatch, tmp_path):
+    """Which containers of CUDA's runtime and slim ones of Python lack."""
+    monkeypatch.setattr(kernels, "find_spec", lambda name: object())
+    monkeypatch.setattr(kernels.sysconfig, "get_path", lambda name, scheme: str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    why_not = kernels.why_not_triton.__wrapped__
+    assert "in CC" in why_not()
+    monkeypatch.setenv("CC", "cc")
+    assert str(tmp_path / "Python.h") in why_not()
+    (tmp_path / "Python.h").touch()
+    assert why_not() is None
+
+
 def test_a_kernel_that_fails_names_the_setting_without_it(monkeypatch):
     def failing(*_, **__):
         raise RuntimeError("no shared memory")

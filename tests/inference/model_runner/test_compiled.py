@@ -17,7 +17,7 @@ from torch._dynamo.utils import counters
 from draftsmith.inference import LLM, SamplingParams
 from draftsmith.inference.engine import engine
 from draftsmith.inference.engine_options import EngineOptions
-from draftsmith.inference.model_runner import static_shapes
+from draftsmith.inference.model_runner import compile_options, static_shapes
 from draftsmith.inference.model_runner.compile_options import CompileOptions, read_compilation
 from draftsmith.inference.model_runner.compiled_step import CachedStep
 from draftsmith.inference.model_runner.static_shapes import Shape, all_shapes, shape_for
@@ -276,6 +276,17 @@ def test_default_falls_back_to_eager_rounds_with_a_warning(like_cuda, model_of, 
         llm.warm_up()
     assert len(caplog.records) == 1 and not llm.engine.compiles
     assert compiled_shares(llm, PROMPTS[:1]) == [0]
+
+
+def test_rounds_of_cuda_stay_eager_where_triton_builds_no_kernel(like_cuda, model_of, monkeypatch):
+    monkeypatch.setattr(compile_options, "why_not_triton", lambda: "no C compiler")
+    assert compile_options.compiler_fault(DEFAULT, "cuda") == "no C compiler"
+    assert compile_options.compiler_fault(DEFAULT, "cpu") is None
+    assert compile_options.compiler_fault(CompileOptions({"backend": "eager"}), "cuda") is None
+    llm = llm_of("ngram", model_of("ngram"), 1, None)
+    monkeypatch.setattr(engine, "compiler_fault", lambda options, device: "no C compiler")
+    llm.warm_up()
+    assert not llm.engine.compiles
 
 
 def test_enforce_eager_turns_the_default_off(like_cuda, model_of):
