@@ -47,6 +47,7 @@ TIMEOUT_S = 300.0  # of one text
 TRIES = 3  # of a text whose states are not what was asked for
 FIRST_PAUSE_S = 5.0  # of a server that failed; it doubles with each failure that follows
 LONGEST_PAUSE_S = 300.0
+MOST_DOUBLED = 16  # times that a pause doubles: 2 ** 1024 is no float, after days without a server
 PATIENCE_S = 90.0  # in which no server works
 PROBE = tuple(range(8))  # the text that a server is checked with: ids that every vocabulary has
 TOLERANCE = 0.02  # of the logits' range, by which a server's greedy token may miss the largest
@@ -334,7 +335,7 @@ class StateServers:
                 return
             if not server.failures:
                 self.say(f"      warning: a server is left alone for now: {self._last_failure}")
-            pause = self.first_pause_s * 2**server.failures
+            pause = self.first_pause_s * 2 ** min(server.failures, MOST_DOUBLED)
             server.checked = False
             server.failures += 1
             server.retry_at = now + min(LONGEST_PAUSE_S, pause)

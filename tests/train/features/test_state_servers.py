@@ -153,6 +153,17 @@ def test_a_server_that_fails_is_left_alone_and_asked_again(servers, fakes, targe
     assert sum("left alone" in line for line in servers.lines) == 2
 
 
+def test_a_server_that_is_gone_for_days_is_still_asked_again(servers, fakes, target):
+    pool = servers(A, B)
+    pool.servers[1].failures = 2000
+    fakes[B].status = 500
+    assert_right(pool.of(TEXTS), target)
+    fakes[B].status = 200
+    pool.servers[1].retry_at = 0
+    assert_right(pool.of(TEXTS), target)
+    assert pool.servers[1].failures == 0
+
+
 def test_no_server_left_is_an_error_that_names_the_last(servers, fakes):
     pool = servers(A, B, patience_s=0.1)
     fakes[A].status = fakes[B].status = 500
