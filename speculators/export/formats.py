@@ -32,7 +32,8 @@ FORMATS: dict[str, str] = {
         "what vLLM reads with --speculative-config; what Draftsmith writes unless asked otherwise"
     ),
     "speculators": (
-        "vLLM's speculators format: config.json names the target, `vllm serve FOLDER` is all"
+        "vLLM's speculators format: config.json names the target; if that is a model of the Hub,"
+        " `vllm serve FOLDER` is all"
     ),
     "sglang": "what SGLang reads: taps numbered by layer outputs, its own names where they differ",
     "transformers": (

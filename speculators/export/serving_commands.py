@@ -17,6 +17,7 @@ from draftsmith.speculators.config import DrafterConfig
 from draftsmith.speculators.errors import ConfigError
 from draftsmith.speculators.export.formats import LAYOUTS, NATIVE, layout_for
 from draftsmith.speculators.export.layouts.base import NUM_SPECULATIVE_TOKENS, minor
+from draftsmith.speculators.hub import may_be_on_hub
 from draftsmith.speculators.target.adapted import adapted_model
 
 Options = Mapping[str, Any]
@@ -116,7 +117,8 @@ def _vllm(
     if holds_drafter(target, folder):  # vLLM finds it there
         del options["model"]
         return ServingCommand("vLLM", vllm_command(target, options), options, layout.vllm_note)
-    if format_ == "speculators":
+    on_hub = may_be_on_hub(target) and not Path(target).exists()
+    if format_ == "speculators" and on_hub:  # since 0.33 vLLM takes no folder from config.json
         note = "config.json names the target; with other options: --speculative-config"
         return ServingCommand("vLLM", f"vllm serve {shlex.quote(folder)}", options, note)
     command = vllm_command(target, options) + layout.vllm_arguments

@@ -16,6 +16,7 @@ import pytest
 from draftsmith.inference import LLM, SamplingParams
 from draftsmith.inference.metrics import SpecDecodeCounters
 from draftsmith.inference.vllm_bridge.vllm_engine import VllmError, Worker
+from draftsmith.inference.vllm_python import vllm_version
 from draftsmith.speculators.export import load_drafter, read_drafter_config
 from draftsmith.speculators.target.frozen_target import FrozenTarget
 from tests.support.engines import make_llm
@@ -31,6 +32,12 @@ def vllm_python() -> str:
     if not path:
         pytest.skip("DRAFTSMITH_VLLM_PYTHON names no Python that has vLLM (make test-vllm)")
     return path
+
+
+@pytest.fixture(scope="session")
+def installed_vllm(vllm_python: str) -> str:
+    """The version of vLLM that the tests run, such as 0.32.0."""
+    return vllm_version(vllm_python)
 
 
 @pytest.fixture(scope="session")

@@ -26,6 +26,7 @@ from tests.support.programs.serve_in_vllm import SETTINGS as ENVIRONMENT
 from tests.support.vllm import (  # noqa: F401 (fixtures)
     PROMPTS,
     WRITTEN,
+    installed_vllm,
     plain_in_vllm,
     same_as_ours,
     serve,

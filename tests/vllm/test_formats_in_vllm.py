@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from draftsmith.inference.vllm_bridge.vllm_engine import VllmError
 from draftsmith.speculators.export import export_drafter
 from draftsmith.speculators.export.inspection import inspect_folder
+from draftsmith.speculators.export.layouts.base import minor
 from draftsmith.speculators.export.serving_commands import serving, vllm_method
 from draftsmith.speculators.target.frozen_target import FrozenTarget
 from tests.support.cases import Case, make
@@ -37,10 +38,11 @@ HEADS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize(("family", "shape"), HEADS.values(), ids=HEADS)
-def test_a_folder_of_the_speculators_format_is_all_that_vllm_needs(
-    servable_model, own_texts, serve, tmp_path, family, shape
+def test_vllm_drafts_from_a_folder_of_the_speculators_format(
+    servable_model, own_texts, serve, installed_vllm, tmp_path, family, shape
 ) -> None:
-    """The same drafts and counts as with the native folder and a speculative_config."""
+    """The same drafts and counts as with the native folder, also without a speculative_config in
+    the versions that take a local target from config.json."""
     model, target = servable_model("llama"), tmp_path / "target"
     model.save_pretrained(target)
     frozen = FrozenTarget(model, (1, 2, 3))
@@ -51,11 +53,17 @@ def test_a_folder_of_the_speculators_format_is_all_that_vllm_needs(
     fields = {"dtype": torch.float32, "provenance": provenance}
     head = export_drafter(drafter, tmp_path / "head", **fields)
     whole = export_drafter(drafter, tmp_path / "whole", format="speculators", **fields)
-    command, *_ = serving(family, folder=str(head), tokens=3, config=drafter.config)
-    native = serve(job(target, speculative_config=command.options))
-    alone = serve(job(whole))
-    assert alone["token_ids"] == native["token_ids"]
-    assert alone["counters"] == native["counters"]
+    how = {"target": str(target), "tokens": 3, "config": drafter.config}
+    native, other = (
+        serve(job(target, speculative_config=serving(family, **how, **written)[0].options))
+        for written in ({"folder": str(head)}, {"folder": str(whole), "format": "speculators"})
+    )
+    same = [other]
+    if minor(installed_vllm) < (0, 33):
+        same.append(serve(job(whole)))
+    for answer in same:
+        assert answer["token_ids"] == native["token_ids"]
+        assert answer["counters"] == native["counters"]
     assert native["counters"]["vllm:spec_decode_num_accepted_tokens"] > 0
 
 

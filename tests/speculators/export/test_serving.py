@@ -93,6 +93,15 @@ def test_a_folder_in_another_engines_format_is_not_offered(ways) -> None:
         assert named["vLLM"].command == "vllm serve d" and "--format sglang" in named["SGLang"].note
 
 
+def test_a_local_target_is_named_beside_a_folder_of_the_speculators_format(ways, tmp_path) -> None:
+    """vLLM 0.33 refuses a folder in `verifier`."""
+    for target in (str(tmp_path), "/models/fine-tuned"):
+        local = ways("eagle3", folder="d", format="speculators", target=target)["vLLM"]
+        assert local.command.startswith(f"vllm serve {target} ") and local.options["model"] == "d"
+    hub = ways("eagle3", folder="d", format="speculators", target="org/name")["vLLM"]
+    assert hub.command == "vllm serve d"
+
+
 def test_vllm_samples_its_drafts_where_it_can(ways) -> None:
     """As the report measures them; vLLM's default drafts the best token at every temperature."""
     assert ways("eagle3")["vLLM"].options["draft_sample_method"] == "probabilistic"
