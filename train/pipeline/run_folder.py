@@ -112,18 +112,28 @@ def _write(descriptor: int, holder: dict[str, Any]) -> None:
 
 def _this_process() -> dict[str, Any]:
     process = psutil.Process()
-    return {"pid": process.pid, "host": socket.gethostname(), "started": process.create_time()}
+    return {
+        "pid": process.pid,
+        "host": socket.gethostname(),
+        "started": process.create_time(),
+        "booted": psutil.boot_time(),
+    }
 
 
 def _is_gone(holder: dict[str, Any]) -> bool:
-    """True if the holder ran on this host and its process has ended."""
+    """True if the holder ran on this host and its process has ended, awaited by its parent or not.
+
+    Starts count from that of the machine: setting the clock moves both."""
     if holder["host"] != socket.gethostname():
         return False
+    booted = psutil.boot_time()
     try:
-        started = psutil.Process(holder["pid"]).create_time()
+        process = psutil.Process(holder["pid"])
+        started = process.create_time() - booted
+        ended = process.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return True
-    return abs(started - holder["started"]) > SAME_START
+    return ended or abs(started - holder["started"] + holder.get("booted", booted)) > SAME_START
 
 
 def _refusal(lock: Path, holder: dict[str, Any]) -> str:

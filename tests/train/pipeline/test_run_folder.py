@@ -71,6 +71,14 @@ def test_claimed_folder_is_rid_of_what_a_killed_run_had_half_written(tmp_path, m
         assert kept == {LOCK, ".notes.tmp", ".exports-accepted"}
 
 
+def ended_child() -> dict[str, object]:
+    """The number and start of a process that has ended, and that nobody has awaited."""
+    child = psutil.Process(os.posix_spawnp("true", ["true"], os.environ))
+    while child.status() != psutil.STATUS_ZOMBIE:
+        time.sleep(0.01)
+    return {"pid": child.pid, "started": child.create_time()}
+
+
 def interrupt(*_: object) -> None:
     raise KeyboardInterrupt
 
@@ -82,11 +90,17 @@ def interrupt(*_: object) -> None:
         ({"started": 1.0}, False),  # its number belongs to another process by now
         ({"host": "elsewhere", "pid": 1}, True),  # nobody here can tell
         (None, False),  # killed while it wrote its name
+        ("the clock is set", True),
+        ("it waits for its parent", False),  # which has not heard yet that it has ended
     ],
 )
 def test_claimed_lock_of_another_process_counts_while_it_may_live(tmp_path, changes, refused):
     parent = psutil.Process(os.getppid())
     lock = {"pid": parent.pid, "host": socket.gethostname(), "started": parent.create_time()}
+    if changes == "the clock is set":
+        changes = {"started": lock["started"] - 3600, "booted": psutil.boot_time() - 3600}
+    elif changes == "it waits for its parent":
+        changes = ended_child()
     text = "" if changes is None else json.dumps(lock | changes)
     (tmp_path / LOCK).write_text(text)
     expected = raises_at(ConfigError, f"output_dir {tmp_path}") if refused else nullcontext()
