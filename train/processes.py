@@ -25,10 +25,12 @@ from accelerate.utils import (
     gather_object,
     recursively_apply,
 )
+from rich.console import Console
 from torch import Tensor
 from torch.distributed import Store
 from torch.distributed.distributed_c10d import _get_default_store
 
+from draftsmith.inference.progress import HEARTBEAT
 from draftsmith.speculators.errors import ConfigError, DraftsmithError
 
 TIME_OUT = timedelta(minutes=30)  # of a collective operation
@@ -138,10 +140,36 @@ class RunAccelerator(Accelerator):
         if self.pulse is not None:
             self.pulse.meet()
 
+    def log(
+        self,
+        values: dict[str, Any],
+        step: int | None = None,
+        log_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        """As accelerate's, but a tracker that fails is left out from there on, and the run goes
+        on."""
+        self._ask_trackers("log", values, step=step)
+
+    def _ask_trackers(self, method: str, *values: Any, **options: Any) -> None:
+        for tracker in list(self.trackers):
+            try:
+                getattr(tracker, method)(*values, **options)
+            except Exception as error:  # whatever its service may raise
+                self.trackers.remove(tracker)
+                HEARTBEAT.print(
+                    Console(stderr=True),
+                    f"warning: {tracker.name} has failed and gets no more, the run goes on:"
+                    f" {type(error).__name__}: {error}",
+                    style="yellow",
+                    markup=False,
+                )
+
     def end_training(self) -> None:
         """Tells the others that this process ends, and ends the trackers."""
         if self.pulse is not None:
             self.pulse.stop()
+        self._ask_trackers("finish")
+        self.trackers.clear()
         super().end_training()
 
 

@@ -16,6 +16,7 @@ from accelerate import Accelerator
 
 from draftsmith.inference.report.schema import load_report
 from draftsmith.speculators.errors import ConfigError
+from draftsmith.train.processes import on_first
 from draftsmith.train.recipe.recipe import PAGE, REPORT, Recipe
 from draftsmith.train.regeneration.store import write_json
 
@@ -35,7 +36,7 @@ def require(recipe: Recipe) -> None:
 
 def start(recipe: Recipe, accelerator: Accelerator) -> None:
     """Begins the recipe's trackers, or goes on with those of an earlier start of this run. wandb is
-    offline where it has no key, for which it would ask."""
+    offline where it has no key, for which it would ask. ConfigError: one of them does not start."""
     if not recipe.trackers:
         return
     if not (os.environ.get("WANDB_API_KEY") or os.path.exists(os.path.expanduser("~/.netrc"))):
@@ -53,7 +54,19 @@ def start(recipe: Recipe, accelerator: Accelerator) -> None:
         }
     config = {"recipe_hash": recipe.recipe_hash(), "recipe": recipe.resolved_yaml()}
     project = os.environ.get("WANDB_PROJECT", "draftsmith")
-    accelerator.init_trackers(project, config=config, init_kwargs=options)
+
+    def begin() -> None:
+        try:
+            accelerator.init_trackers(project, config=config, init_kwargs=options)
+        except Exception as error:  # whatever their services may raise
+            raise ConfigError(
+                f"{', '.join(recipe.trackers)}: cannot be started: {type(error).__name__}: {error};"
+                " mend that, or leave it out (trackers=none). WANDB_MODE=offline keeps wandb's"
+                " files in the run's folder",
+                where="trackers",
+            ) from error
+
+    on_first(accelerator, begin)
 
 
 def log_report(recipe: Recipe, accelerator: Accelerator, step: int) -> None:

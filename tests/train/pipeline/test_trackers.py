@@ -5,17 +5,22 @@ from __future__ import annotations
 
 import contextlib
 import json
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 from accelerate import Accelerator
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, TensorBoardTracker
 
 from draftsmith.inference.report.schema import save_report
+from draftsmith.speculators.errors import ConfigError
 from draftsmith.train.pipeline import trackers
+from draftsmith.train.pipeline.run import make_accelerator
 from draftsmith.train.recipe.recipe import recipe_class
 from draftsmith.train.trainer.telemetry import PHASES
+from tests.support.errors import raises_at
 from tests.support.reports import make_report
-from tests.support.training import make_recipe, make_trainer
+from tests.support.training import make_recipe, make_trainer, recipe_of
 
 COSTS = {"step_seconds", "tokens_per_second", "supervised_tokens_per_second", "memory_gib"}
 COSTS |= {f"time/{name}" for name in PHASES}
@@ -81,3 +86,40 @@ def test_curves_costs_and_the_report_arrive(run):
     assert all(0 < share <= 1 for share in shares)
     (page,) = events.Tensors("acceptance/report/text_summary")
     assert str(folder / "report.html").encode() in page.tensor_proto.string_val[0]
+
+
+class Stubborn(TensorBoardTracker):
+    """A tracker of a service that cannot be reached, or is lost at a call."""
+
+    lost_at = ""
+
+    def start(self) -> None:
+        self._fail("start")
+
+    def store_init_configuration(self, values: dict) -> None:
+        pass
+
+    def log(self, values: dict, step: int | None = None, **options: object) -> None:
+        self._fail("log")
+
+    def finish(self) -> None:
+        self._fail("finish")
+
+    def _fail(self, call: str) -> None:
+        if call == self.lost_at:
+            raise ConnectionResetError("Connection lost")
+
+
+@pytest.mark.parametrize("lost_at", ["start", "log", "finish"])
+def test_tracker_that_is_lost_ends_no_run_that_has_begun(tmp_path, monkeypatch, capsys, lost_at):
+    monkeypatch.setattr(Stubborn, "lost_at", lost_at)
+    monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "tensorboard", Stubborn)
+    recipe = recipe_of("eagle3", trackers=["tensorboard"], output_dir=str(tmp_path))
+    accelerator = make_accelerator(recipe)
+    expected = raises_at(ConfigError, "trackers") if lost_at == "start" else nullcontext()
+    with expected:
+        trackers.start(recipe, accelerator)
+        accelerator.log({"loss": 1.0}, step=1)
+        assert len(accelerator.trackers) == (lost_at != "log")
+        accelerator.end_training()
+    assert ("Connection lost" in capsys.readouterr().err) == (lost_at != "start")
