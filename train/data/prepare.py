@@ -88,6 +88,12 @@ def training_examples(
         write_whole(path, "".join(lines))
     prepared = Prepared(mix(data.train, lists), bad, left_out, read, path)
     if not prepared.examples:
+        for i, examples in enumerate(lists):
+            if examples:
+                share = (
+                    f"a fraction of {data.train[i].weight:g} has none of {len(examples)} examples"
+                )
+                raise DataError(f"{share}; raise it", where=f"data.train.{i}.weight")
         raise DataError(f"no example is left: {prepared}", where="data.train")
     return prepared
 

@@ -65,14 +65,18 @@ def _files(path: Path, split: str) -> list[Path]:
     if split in splits:
         return splits[split]
     if splits:
-        raise DataError(
-            f"nothing is of the split {split!r}, but of {', '.join(sorted(splits))}; give one of"
-            " these as `split` of the source in a recipe, or a file by its own path",
-            where=f"{path}",
-        )
+        raise _no_split(split, splits, path)
     raise DataError(
         f"{'no file' if path.is_file() else 'a folder without a file'} of {KINDS}; save the"
         " conversations as one of these, compressed or not",
+        where=f"{path}",
+    )
+
+
+def _no_split(split: str, splits: Iterable[str], path: str | Path) -> DataError:
+    return DataError(
+        f"nothing is of the split {split!r}, but of {', '.join(sorted(splits))}; give one of these"
+        " as `split` of the source in a recipe, or a file by its own path",
         where=f"{path}",
     )
 
@@ -199,6 +203,8 @@ def _table_rows(label: str, load: Any) -> Iterator[PlacedRow]:
         for row in load():
             yield f"{label} #{number}", row
             number += 1
+    except DataError:
+        raise
     except Exception as error:
         raise DataError(f"cannot be read after {number} rows: {error}", where=label) from error
 
@@ -215,6 +221,20 @@ def _data_set(source: Source, split: str) -> Iterable[Any]:
         if source.streaming:
             return table.shuffle(seed=0, buffer_size=SHUFFLED_ROWS)
         return table
-    table = datasets.load_from_disk(source.path)
-    table = table[split.partition("[")[0]] if isinstance(table, datasets.DatasetDict) else table
-    return table.select(_slice(split, len(table))) if "[" in split else table
+    return _saved_rows(source.path, split)
+
+
+def _saved_rows(path: str, split: str) -> Iterator[Any]:
+    """The rows of a split that `save_to_disk` wrote; one table alone is its own split, and train.
+    DataError: there is no such split; it says what is there."""
+    import datasets
+
+    saved = datasets.load_from_disk(path)
+    if not isinstance(saved, datasets.DatasetDict):
+        saved = {"train": saved, str(saved.split or "train"): saved}
+    for part in split.split("+"):
+        name = part.partition("[")[0]
+        if name not in saved:
+            raise _no_split(name, saved, path)
+        table = saved[name]
+        yield from table.select(_slice(part, len(table))) if "[" in part else table

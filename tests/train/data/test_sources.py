@@ -209,7 +209,14 @@ def test_tables_are_read(tmp_path):
     first, _ = load_sources([Source(path=str(tmp_path / "rows.parquet"))])
     assert list(first.messages) == turns and first.workload == "rows"
     assert first.origin == f"{tmp_path / 'rows.parquet'} #0"
-    assert first_texts(path=str(tmp_path / "saved"), split="train[1:]") == ["c"]
+    saved = str(tmp_path / "saved")
+    assert first_texts(path=saved, split="train[1:]") == ["c"]
+    datasets.DatasetDict(sft=table, test=table).save_to_disk(tmp_path / "splits")
+    splits = str(tmp_path / "splits")
+    assert first_texts(path=splits, split="sft[1:]+test") == ["c", "a", "c"]
+    for path, split in ((saved, "test"), (splits, "train")):
+        with raises_at(DataError, path):
+            first_texts(path=path, split=split)
     columns = {"user": "ask", "assistant": "say"}
     row, number = load_sources([Source(path=str(tmp_path / "rows.csv"), columns=columns)])
     assert turns_of(row) == [("user", "Q"), ("assistant", "A,\nb")]
@@ -323,6 +330,10 @@ def test_a_recipe_selects_and_lists_what_it_leaves_out(tmp_path):
     everything = recipe_of(tmp_path, rows, rows)
     with raises_at(DataError, "data.train"):
         training_examples(everything, bad_rows(everything.data))
+    source = {"path": recipe.data.train[0].path, "weight": 0.1}
+    hardly = recipe_of(tmp_path, rows, [chat("Held")], train=[source])
+    with raises_at(DataError, "data.train.0.weight"):
+        training_examples(hardly, bad_rows(hardly.data))
 
 
 def test_questions_of_a_suite_are_not_trained_on(tmp_path):
