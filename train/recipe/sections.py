@@ -338,6 +338,13 @@ class EvaluationSection(Section):
             raise ValueError(f"expected names of {', '.join(SUITES)}, got '{unknown[0]}'")
         return dict.fromkeys(names) if isinstance(names, list) else names
 
+    @field_validator("temperatures")
+    @classmethod
+    def _each_is_measured_once(cls, temperatures: list[float]) -> list[float]:
+        if len(set(temperatures)) < len(temperatures):
+            raise ValueError(f"expected each temperature once, got {temperatures}")
+        return temperatures
+
     @model_validator(mode="after")
     def _drafting_is_ours(self) -> EvaluationSection:
         if self.speculative_config and self.engines != ["draftsmith"]:

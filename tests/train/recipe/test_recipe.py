@@ -209,6 +209,7 @@ MALFORMED = {
         "gates.lossless_mismatches"
     ),
     "regenerate: {temperatures: {0: 0.5, 1: 0.4}}": "regenerate.temperatures",
+    "evaluation: {temperatures: [0, 0.0]}": "evaluation.temperatures",
     "joint: {}\nfeatures: {mode: cache}": "features.mode",
     "joint: {}\nfeatures: {engine: vllm, endpoints: ['http://a:1/v1']}": "features.endpoints",
     "joint: {}\non_policy: {}": "on_policy",
