@@ -28,6 +28,7 @@ from draftsmith.train.processes import RunAccelerator, is_shared, on_first
 from draftsmith.train.recipe.load import load_recipe
 from draftsmith.train.recipe.recipe import Recipe
 from draftsmith.train.trainer import checkpoint
+from draftsmith.train.trainer.parallel import check_launch
 
 
 def run(path: str | Path, overrides: Sequence[str] = (), *, dry_run: bool = False) -> int:
@@ -110,7 +111,9 @@ def optimizers_of(recipe: Recipe) -> list[str]:
 
 
 def make_accelerator(recipe: Recipe) -> Accelerator:
-    """Precision and trackers of the recipe. ConfigError names a tracker that is not installed."""
+    """Precision and trackers of the recipe. ConfigError names a tracker that is not installed, or a
+    way of sharding that is not supported."""
+    check_launch()
     trackers.require(recipe)
     device = own_device()
     autocast = autocast_dtype(recipe.training.mixed_precision, device)

@@ -211,18 +211,32 @@ def target_mesh(accelerator: Accelerator) -> DeviceMesh:
     return init_device_mesh(accelerator.device.type, (count // local, local), mesh_dim_names=names)
 
 
-def wants_shards(accelerator: Accelerator) -> bool:
-    """True if the launch configuration asks for FSDP2. ConfigError for other ways of sharding."""
-    kind = accelerator.distributed_type
-    if kind in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
+def check_launch() -> None:
+    """ConfigError for a way of sharding that is not supported, by what `accelerate launch` leaves
+    in the environment: before accelerate asks for a package of it, and before the hours of work that
+    come before the training."""
+    for kind in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
+        if _launched_with(kind.value):
+            raise ConfigError(
+                f"{kind.value} is not supported; use MULTI_GPU, or FSDP version 2",
+                where="accelerate",
+            )
+    version = os.environ.get("FSDP_VERSION", "1")
+    if _launched_with("FSDP") and version != "2":
         raise ConfigError(
-            f"{kind.value} is not supported; use MULTI_GPU, or FSDP version 2",
+            f"FSDP version {version} is not supported; set fsdp_version: 2 in the configuration, or"
+            " use MULTI_GPU",
             where="accelerate",
         )
-    sharded = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
-    if sharded and _plugin(accelerator).fsdp_version != 2:
-        raise ConfigError("set fsdp_version: 2 in the configuration", where="accelerate")
-    return sharded and accelerator.num_processes > 1
+
+
+def wants_shards(accelerator: Accelerator) -> bool:
+    """True if the launch configuration asks for FSDP2."""
+    return _launched_with("FSDP") and accelerator.num_processes > 1
+
+
+def _launched_with(kind: str) -> bool:
+    return os.environ.get(f"ACCELERATE_USE_{kind}", "false").lower() == "true"
 
 
 def _plugin(accelerator: Accelerator) -> FullyShardedDataParallelPlugin:

@@ -17,14 +17,17 @@ from torch.distributed.tensor import DTensor
 
 from draftsmith.inference.progress import Stages
 from draftsmith.speculators.drafter import Drafter
+from draftsmith.speculators.errors import ConfigError
 from draftsmith.speculators.target.frozen_target import FrozenTarget
 from draftsmith.train.features.row_features import RowFeatures
 from draftsmith.train.features.source import InProcess
 from draftsmith.train.pipeline.data_stage import starts_sharded
 from draftsmith.train.pipeline.drafter_stage import make_drafter
+from draftsmith.train.pipeline.run import make_accelerator
 from draftsmith.train.recipe.drafter_config import drafter_config
 from draftsmith.train.trainer.parallel import shard_over_processes
 from draftsmith.train.trainer.trainer import Trainer
+from tests.support.errors import raises_at
 from tests.support.models import make_tiny_model
 from tests.support.training import assert_equal, make_recipe, make_rows, recipe_of
 from tests.support.training import make_trainer as trainer_of
@@ -298,3 +301,11 @@ def test_on_policy_texts_are_those_of_one_process(runs):
     alone = runs["eagle3, 1 whole, on_policy=True"]
     assert any(record["on_policy"] > 0 for record in alone[0])
     assert_same(alone, runs["eagle3, 2 sharded, on_policy=True"], "on-policy")
+
+
+@pytest.mark.parametrize("kind", ["DEEPSPEED", "MEGATRON_LM", "FSDP"])
+def test_sharding_that_is_not_supported_is_refused_before_anything_is_done(monkeypatch, kind):
+    monkeypatch.setenv(f"ACCELERATE_USE_{kind}", "true")
+    monkeypatch.delenv("FSDP_VERSION", raising=False)  # the first, by accelerate's default
+    with raises_at(ConfigError, "accelerate"):
+        make_accelerator(recipe_of("eagle3"))
