@@ -213,8 +213,8 @@ def target_mesh(accelerator: Accelerator) -> DeviceMesh:
 
 def check_launch() -> None:
     """ConfigError for a way of sharding that is not supported, by what `accelerate launch` leaves
-    in the environment: before accelerate asks for a package of it, and before the hours of work that
-    come before the training."""
+    in the environment: before accelerate asks for a package of it, and before responses are
+    written."""
     for kind in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
         if _launched_with(kind.value):
             raise ConfigError(
