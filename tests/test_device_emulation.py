@@ -35,12 +35,14 @@ def test_waits_are_counted(claimed_gpu):
     with claimed_gpu.waits() as waits:
         kept = remote[remote.gather(0, remote)] * 2
         on_device([1, 2], DEVICE)
+        kept[0] = kept[1:] = 5
     assert not waits, claimed_gpu.sites
     with claimed_gpu.waits() as waits:
         kept.tolist(), int(kept[0]), bool(kept.any()), kept.cpu()
         kept[kept > 1], kept.nonzero()
         torch.tensor([1, 2], device=DEVICE), torch.ones(2).to(DEVICE)
-    assert waits == {"read": 4, "size": 2, "upload": 2}
+        kept[remote] = 5
+    assert waits == {"read": 4, "size": 2, "upload": 3}
 
 
 def test_it_computes_what_the_cpu_computes(claimed_gpu):

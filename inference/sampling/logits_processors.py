@@ -58,7 +58,9 @@ class RequestProcessors:
         """Changes float32 logits [P, V] in place: place j follows the committed text and the
         drafted tokens paths[j]. Waits for no device."""
         if forbidden := list(self._forbidden(token_ids, paths)):
-            logits[on_device(forbidden, logits.device).unbind(1)] = FORBIDDEN
+            # a number that is assigned would be uploaded
+            forbid = logits.new_full((), FORBIDDEN)
+            logits.index_put_(on_device(forbidden, logits.device).unbind(1), forbid)
         if self._biased:
             if self._bias is None:
                 self._bias = self._bias_of(logits.shape[1], logits.device)
@@ -71,7 +73,7 @@ class RequestProcessors:
         added = self.params.logit_bias or {}
         if self.params.allowed_token_ids:
             bias.fill_(FORBIDDEN)
-            bias[on_device(list(self.params.allowed_token_ids), device)] = 0.0
+            bias.index_fill_(0, on_device(list(self.params.allowed_token_ids), device), 0.0)
         bias[on_device(list(added), device)] += on_device(
             list(added.values()), device, torch.float32
         )
@@ -102,7 +104,7 @@ class RequestProcessors:
         if self._times is None or self._prompted is None:
             self._times = torch.zeros(logits.shape[1], device=device)
             self._prompted = torch.zeros(logits.shape[1], dtype=torch.bool, device=device)
-            self._prompted[on_device(self._prompt, device)] = True
+            self._prompted.index_fill_(0, on_device(self._prompt, device), True)
         committed = on_device(token_ids[self._counted :], device)
         self._times.index_add_(0, committed, torch.ones(len(committed), device=device))
         self._counted = len(token_ids)

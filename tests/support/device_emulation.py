@@ -206,6 +206,8 @@ class _Emulation:
             elif name in ("__getitem__", "__setitem__"):
                 if any(t.dtype == torch.bool and t.dim() for t in _tensors(args[1])):
                     self._wait("size")
+                elif name == "__setitem__":
+                    self._assigned(*args)
             elif name == "repeat_interleave" and "output_size" not in kwargs:
                 if any(t.dim() for t in _tensors([*args[1:], kwargs.get("repeats")])):
                     self._wait("size")
@@ -249,6 +251,14 @@ class _Emulation:
             if not isinstance(into, _Claiming):
                 self._wait("read")
         elif isinstance(into, _Claiming) and not _pinned(source):
+            self._wait("upload")
+
+    def _assigned(self, into: Tensor, places: Any, value: Any) -> None:
+        """By indices in a tensor, a number of the host is first copied to the device."""
+        number = not isinstance(value, Tensor) or (
+            not isinstance(value, _Claiming) and not value.dim()
+        )
+        if isinstance(into, _Claiming) and _tensors(places) and number:
             self._wait("upload")
 
     def _check(self, func: Any, name: str, args: tuple, tensors: list[Tensor]) -> None:

@@ -77,7 +77,7 @@ class PositionWeights:
         exists = torch.zeros_like(smoothed, dtype=torch.bool)
         for k, (q, anchor) in enumerate(zip(probabilities, anchors, strict=True)):
             smoothed[k, anchor] = (1 - self.value) * q.detach().to(dtype) + self.value
-            exists[k, anchor] = True
+            exists[k].index_fill_(0, anchor, True)  # a number that is assigned would be uploaded
         exists = exists.cumprod(0).bool()  # and all depths before it
         products = torch.where(exists, smoothed, 1.0).cumprod(0) * exists
         weights = products.flip(0).cumsum(0).flip(0)  # sums over this depth and those after it

@@ -18,6 +18,7 @@ from draftsmith.speculators.target.frozen_target import FrozenTarget
 from draftsmith.train.features.cache import FeatureCache
 from draftsmith.train.features.row_features import RowFeatures
 from draftsmith.train.features.source import Disk, InProcess
+from draftsmith.train.losses.position_weights import PositionWeights
 from draftsmith.train.pipeline.drafter_stage import make_drafter
 from draftsmith.train.pipeline.held_out import held_out_evaluation
 from draftsmith.train.pipeline.run_target import RunTarget
@@ -125,6 +126,8 @@ def test_a_step_never_waits_and_is_read_at_once(claimed_gpu, tmp_path, name):
     family, drafter, _ = CASES[name]
     training = {"steps": 9, "gradient_accumulation_steps": 2}
     trainer = make_trainer(tmp_path, family, drafter, training)
+    if name == "eagle3":  # weights that are measured
+        trainer.loss.position = PositionWeights.parse({"d_pace": 0.5})
     trainer.unread.append(trainer.step(0.1))  # what is looked up once is known
     with claimed_gpu.waits() as waits:
         trainer.unread.append(trainer.step(0.2))
