@@ -24,7 +24,10 @@ from draftsmith.speculators.target.ragged_rows import Forward, TreePlaces, run_r
 if TYPE_CHECKING:
     from draftsmith.inference.kv_cache.ragged_cache import RaggedCache
 
-MOST_GRAPHS = 512  # of one step; torch's own limit is 8
+# Of all steps of all engines of a process, which torch counts together; its own limits, of what is
+# alike and of all, are 8 and 256. The shapes are limit enough.
+MOST_GRAPHS = 1 << 16
+LIMITS = dict.fromkeys(("recompile_limit", "accumulated_recompile_limit"), MOST_GRAPHS)
 RUNS_TO_RECORD = 2  # of a shape: its first run compiles it, the second records its CUDA graph
 
 Outputs = tuple[Tensor | None, ...]
@@ -100,7 +103,7 @@ class CachedStep(nn.Module):
             full[:rows, :width] = x
         try:
             torch.compiler.cudagraph_mark_step_begin()  # it writes over the outputs of the last one
-            with torch.compiler.config.patch(recompile_limit=MOST_GRAPHS):  # type: ignore[attr-defined]
+            with torch.compiler.config.patch(**LIMITS):  # type: ignore[attr-defined]
                 outputs = self._compiled(on_device(placed, padded[0].device), shape.keys, *padded)
         # torch has no public name for it
         except torch._dynamo.exc.TorchDynamoException as error:
