@@ -129,7 +129,7 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     written to afterwards: `on_host` returns the original."""
     if tensor.device.type == device.type:
         return tensor
-    pinned = tensor.pin_memory() if device.type == "cuda" else tensor
+    pinned = tensor.contiguous().pin_memory() if device.type == "cuda" else tensor
     copied = pinned.to(device, non_blocking=True)
     copied.original = tensor  # type: ignore[attr-defined]
     return copied

@@ -79,7 +79,9 @@ def _claim(tensor: Tensor) -> Tensor:
 
 
 def _pinned(tensor: Tensor) -> bool:
-    return getattr(tensor, "in_pinned_memory", False)
+    """What has gaps is copied to memory that is not pinned, and from there."""
+    dense = torch.empty_like(tensor).stride() == tensor.stride()
+    return dense and getattr(tensor, "in_pinned_memory", False)
 
 
 def _tensors(value: Any) -> list[Tensor]:
@@ -242,8 +244,8 @@ class _Emulation:
     def _pin(self, tensor: Tensor) -> Tensor:
         if any(size > 1 and not step for size, step in zip(tensor.shape, tensor.stride())):
             raise RuntimeError("pin_memory: elements share memory; clone() the tensor before")
-        copied = tensor.clone()
-        copied.in_pinned_memory = True
+        copied = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+        copied.copy_(tensor).in_pinned_memory = True
         return copied
 
     def _copied(self, into: Tensor, source: Tensor) -> None:
