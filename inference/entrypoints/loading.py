@@ -325,7 +325,7 @@ def make_engine(
     rejection_sample_method: str,
 ) -> Engine:
     """The engine, with rows of `max_model_len` tokens. What its rounds cost is measured where draft
-    lengths go by it.
+    lengths go by it; of compiled ones when the first request begins.
 
     ConfigError if an accelerator's memory does not hold rows of the length that the options ask
     for; a warning, if they ask for none: few texts are as long as a model's own limit."""
@@ -340,5 +340,6 @@ def make_engine(
         if options.max_model_len is not None:
             raise ConfigError(fault)
         logger.warning("%s, or expect to run out of memory in long texts", fault)
-    measure_costs(engine)
+    if not engine.compiles:  # the thread that compiles a round has to run those that follow
+        measure_costs(engine)
     return engine

@@ -224,6 +224,8 @@ class TextGenerator:
         decodes_logprobs: bool = True,
     ) -> Response:
         """`submit` for what was checked before. `decodes_logprobs`: see Response."""
+        if self.engine.draft_length.lacks_costs:  # no request has begun
+            measure_costs(self.engine)
         self.engine.set_speculation(speculate)
         request_id = str(self._num_prompts)
         self._num_prompts += 1

@@ -21,9 +21,11 @@ class DraftLength:
     """As many drafts as there is room for, or as `schedule` says of the batch size, where 0 turns
     drafting off. No row has more than its request allows.
 
-    needs_costs   `use_costs` is called before the first plan"""
+    needs_costs   `use_costs` is called before the first plan
+    lacks_costs   it was not"""
 
     needs_costs: bool = False
+    lacks_costs: bool = False
 
     def __init__(self, num_speculative_tokens: int, schedule: Schedule | None = None) -> None:
         self.num_speculative_tokens = num_speculative_tokens
@@ -62,7 +64,7 @@ class DraftLengthByCosts(DraftLength):
         schedule: Schedule | None = None,
     ) -> None:
         super().__init__(num_speculative_tokens, schedule)
-        self.needs_costs = costs is None
+        self.needs_costs = self.lacks_costs = costs is None
         self._costs: CostsBySize | None = None
         if costs is not None:
             self._costs = CostsBySize({1: read_costs(costs, num_speculative_tokens)})
@@ -81,6 +83,7 @@ class DraftLengthByCosts(DraftLength):
     @override
     def use_costs(self, costs: CostsBySize) -> None:
         self._costs = costs
+        self.lacks_costs = False
 
     @override
     def forget(self) -> None:

@@ -25,7 +25,7 @@ from draftsmith.inference.progress import Advance, unwatched
 from draftsmith.speculators import kernels
 from draftsmith.speculators.drafter import Drafter, host_batch
 from draftsmith.speculators.errors import CheckpointError, ConfigError, DraftsmithError
-from draftsmith.speculators.precision import to_device
+from draftsmith.speculators.precision import on_device, to_device
 from draftsmith.speculators.target.frozen_target import TargetFeatures
 from draftsmith.speculators.target.target_head import TargetHead
 from draftsmith.train.data.packing import Shuffled
@@ -298,9 +298,8 @@ class Trainer:
             shares.append(self.state.seconds / (60 * t.max_minutes))
         share = min(max(shares), 1.0)  # a last step ends after the budget
         if t.max_minutes and self.accelerator.num_processes > 1:
-            share = float(
-                self.accelerator.gather(torch.tensor([share], device=self.accelerator.device)).max()
-            )
+            own = on_device([share], self.accelerator.device, torch.float32)
+            share = float(self.accelerator.gather(own).max())
         return share
 
     def step(self, share: float) -> Unread:

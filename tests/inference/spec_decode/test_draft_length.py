@@ -13,6 +13,7 @@ import torch
 from draftsmith.inference import LLM, SamplingParams
 from draftsmith.inference.engine import round_costs
 from draftsmith.inference.entrypoints.loading import make_draft_length
+from draftsmith.inference.entrypoints.prompts import Prompt
 from draftsmith.inference.entrypoints.speculative_config import parse_speculative_config
 from draftsmith.inference.spec_decode.acceptance import Acceptance
 from draftsmith.inference.spec_decode.costs import (
@@ -364,6 +365,20 @@ def test_costs_are_measured_before_requests_and_never_in_one(length, model, monk
     params = [SamplingParams(temperature=0, max_tokens=2 + 3 * i) for i in range(5)]
     llm.generate([PROMPTS[1]] * 5, params, False)  # of five rows, and of one fewer each time
     assert llm.get_metrics().num_drafts > 0 and len(timed) == 4
+
+
+def test_costs_of_compiled_rounds_are_measured_by_the_thread_that_runs_them(model, monkeypatch):
+    """That of the first request, since CUDA graphs belong to the thread that captured them."""
+    timed = []
+    costs = round_costs.RoundCosts([1.0] * (K + 1), [0.0] + [0.1] * K)
+    monkeypatch.setattr(round_costs, "_costs_of", lambda *_: timed.append(1) or costs)
+    compiled = {"mode": 3, "backend": "eager"}
+    policy = AdaptiveDraftLength(K)
+    llm = llm_of("eagle3", model, draft_length=policy, compilation_config=compiled)
+    assert not timed
+    for prompt in PROMPTS:
+        llm.submit(Prompt(None, prompt["prompt_token_ids"]), SamplingParams())
+    assert timed == [1] * len(sizes_to_measure(llm.engine.options.max_num_seqs))
 
 
 def test_costs_are_those_of_drafting_after_rounds_without(model, monkeypatch):

@@ -137,6 +137,15 @@ def test_a_step_never_waits_and_is_read_at_once(claimed_gpu, tmp_path, name):
     assert dict(waits) == {"read": 2} and [record["step"] for record in records] == [1, 2]
 
 
+@pytest.mark.slow
+def test_the_clock_of_several_processes_is_read_at_once(claimed_gpu, tmp_path):
+    trainer = make_trainer(tmp_path, "mlp", CASES["mlp"][1], {"steps": None, "max_minutes": 5})
+    trainer.accelerator = SimpleNamespace(num_processes=2, device=DEVICE, gather=lambda own: own)
+    with claimed_gpu.waits() as waits:
+        assert trainer.share_done() == 0
+    assert dict(waits) == {"read": 1}
+
+
 # Operations of a step with the kernels of attention, by the family, its objective and layers
 # eager and compiled; other work raises them.
 LAUNCHES = {
