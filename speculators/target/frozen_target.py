@@ -289,7 +289,10 @@ class FrozenTarget(TargetHead):
             batch = texts[:count]
             texts = texts[count:]
             padded = pad_sequence([input_ids[row, text] for row, text in batch], batch_first=True)
-            outputs = [states for states in self._decode(padded) if states is not None]
+            masks = None
+            if self.recurrent is not None:  # transformers would ask the device for texts in rows
+                masks = self._masks(None, None, None, 0, *padded.shape)
+            outputs = [x for x in self._decode(padded, masks=masks) if x is not None]
             whole = whole or [x.new_zeros(*input_ids.shape, x.shape[2]) for x in outputs]
             for states, output in zip(whole, outputs):
                 for (row, text), padded_states in zip(batch, output):

@@ -14,7 +14,9 @@ from typing import Any
 import pytest
 
 from draftsmith.inference.progress import Stages
+from draftsmith.speculators.precision import to_device
 from draftsmith.speculators.target.frozen_target import FrozenTarget
+from draftsmith.train.data.packing import collate
 from draftsmith.train.features.cache import FeatureCache
 from draftsmith.train.features.row_features import RowFeatures
 from draftsmith.train.features.source import Disk, InProcess
@@ -144,6 +146,18 @@ def test_the_clock_of_several_processes_is_read_at_once(claimed_gpu, tmp_path):
     with claimed_gpu.waits() as waits:
         assert trainer.share_done() == 0
     assert dict(waits) == {"read": 1}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3_5", "falcon_h1"])
+def test_features_of_a_recurrent_target_wait_for_nothing(claimed_gpu, name):
+    """Whose texts run as rows of their own; a wait would hold the head's step up."""
+    target = FrozenTarget(on_device(name))
+    assert target.recurrent is not None
+    batch = {key: to_device(x, DEVICE) for key, x in collate(make_rows()[:4]).items()}
+    with claimed_gpu.waits() as waits:
+        target.features(**batch)
+    assert not waits, claimed_gpu.sites
 
 
 # Operations of a step with the kernels of attention, by the family, its objective and layers
