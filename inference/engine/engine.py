@@ -83,6 +83,7 @@ class Engine:
             proposer.num_speculative_tokens if proposer is not None else 0
         )
         self._rejection_sample_method = rejection_sample_method
+        self._prefilled = False  # in the step before
         if compiles:
             self._compile(self.compile_options)
 
@@ -196,14 +197,16 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[Request]:
-        """Prefills what can be admitted, then does one round for all rows; returns the requests
-        that finished."""
-        first = len(self.scheduler.running)
-        admitted = self.scheduler.admit()
-        finished = self._prefill(first) if admitted else []
-        if self.scheduler.running:
-            finished += self._round(self.scheduler.running)
-        return finished
+        """Prefills what can be admitted, or does one round for all rows; returns the requests that
+        finished. They take turns: first tokens need not wait for a round, nor rows for many
+        prefills."""
+        running = self.scheduler.running
+        first = len(running)
+        if not (self._prefilled and running) and self.scheduler.admit():
+            self._prefilled = True
+            return self._prefill(first)
+        self._prefilled = False
+        return self._round(running) if running else []
 
     def _round(self, rows: list[Request]) -> list[Request]:
         """Propose, verify, sample, commit. B = rows in use, K = longest draft of the round."""

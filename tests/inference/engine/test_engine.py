@@ -183,6 +183,19 @@ def test_stream_says_what_generate_says(kind, options, make_llm, texts, byte_tok
         )
 
 
+def test_step_first_tokens_wait_for_no_round_and_rows_for_one_prefill_at_most(make_llm):
+    llm = make_llm("off", max_num_seqs=4)
+    params, written = SamplingParams(temperature=0, max_tokens=20), []
+    responses = []
+    for _ in range(4):
+        responses.append(llm.submit(Prompt(None, PROMPTS["plain"]), params))
+        llm.engine.step()
+        written.append([len(r.requests[0].output_token_ids) for r in responses])
+    for response in responses:
+        llm.abort(response.request_id)
+    assert written == [[1], [2, 0], [2, 1, 1], [3, 2, 2, 0]]
+
+
 def test_aborts_leave_the_engine_as_it_was(make_llm, texts):
     llm = make_llm("eagle3", max_num_seqs=2)
     params = SamplingParams(temperature=0, max_tokens=20)
