@@ -124,6 +124,11 @@ def chat_prompts(
             )
         turns = [template_message(i, message) for i, message in enumerate(conversation)]
         try:
+            if any(turn["role"] == "developer" for turn in turns):
+                template = tokenizer.get_chat_template(
+                    options.get("chat_template"), options.get("tools")
+                )
+                turns = _as_system(turns, template)
             text = tokenizer.apply_chat_template(turns, tokenize=False, **options)
         except Exception as error:  # templates are programs, which may raise anything
             raise ConfigError(f"the chat template cannot be used: {error}", where="chat") from error
@@ -133,6 +138,20 @@ def chat_prompts(
         except ConfigError as error:
             raise ConfigError(f"conversation {i}: {error}", where="chat") from None
     return prompts
+
+
+def _as_system(turns: list[dict[str, Any]], template: str) -> list[dict[str, Any]]:
+    """OpenAI's `developer` messages as `system` ones where the template does not know the role, and
+    one system message at the beginning for several or one further on, as in vLLM."""
+    if "'developer'" in template or '"developer"' in template:
+        return turns
+    turns = [{**turn, "role": "system"} if turn["role"] == "developer" else turn for turn in turns]
+    system = [turn for turn in turns if turn["role"] == "system"]
+    if system == turns[:1]:
+        return turns
+    text = "\n\n".join(turn["content"] for turn in system if turn["content"])
+    others = [turn for turn in turns if turn["role"] != "system"]
+    return [{"role": "system", "content": text}, *others]
 
 
 def template_message(index: int, message: Any) -> dict[str, Any]:

@@ -41,6 +41,24 @@ def test_contents_and_calls_are_the_same_text_offline_and_online(drafting_llm, m
     assert "tool_calls" in HISTORY[1] and CALL["function"]["arguments"] == '{"city": "Bern"}'
 
 
+@pytest.mark.parametrize(
+    "knows, roles, written",
+    [
+        (False, ["developer", "user"], "<system:0><user:1>"),
+        (False, ["system", "user", "developer"], "<system:0\n\n2><user:1>"),
+        (True, ["system", "user", "developer"], "<system:0><user:1><developer:2>"),
+    ],
+)
+def test_developers_are_the_system_for_templates_without_them(
+    knows, roles, written, byte_tokenizer
+):
+    """As in vLLM."""
+    template = "{% set own = 'developer' %}" * knows + TEMPLATE
+    messages = [{"role": role, "content": str(i)} for i, role in enumerate(roles)]
+    (prompt,) = chat_prompts(messages, byte_tokenizer, {"chat_template": template})
+    assert prompt.text == written
+
+
 def nested(depth: int) -> list:
     value: list = []
     for _ in range(depth):
