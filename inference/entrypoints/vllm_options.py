@@ -1,7 +1,8 @@
 """vLLM's options, read so that a snippet written for vLLM runs as it is.
 
 Options of older versions are rewritten, with a warning that shows today's form; those that change
-no output are accepted without effect; everything else is an error that names the option."""
+no output are accepted without effect; everything else is an error that names the option. Imports no
+torch."""
 
 from __future__ import annotations
 
@@ -12,7 +13,6 @@ from typing import Any
 from pydantic import ValidationError
 
 from draftsmith.inference.engine_options import EngineOptions
-from draftsmith.inference.entrypoints.speculative_config import faults_of
 from draftsmith.inference.sampling_params import Accepted, without_accepted
 from draftsmith.speculators.errors import ConfigError
 from draftsmith.speculators.hub import with_revision
@@ -113,6 +113,8 @@ def read_options(arguments: Mapping[str, Any]) -> EngineOptions:
     try:
         read = EngineOptions.model_validate(options)
     except ValidationError as error:
+        from draftsmith.inference.entrypoints.speculative_config import faults_of
+
         raise ConfigError(faults_of(error, EngineOptions), where="LLM") from error
     if (size := read.tensor_parallel_size) > 1:
         warnings.warn(

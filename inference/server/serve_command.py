@@ -10,7 +10,7 @@ import logging
 import signal
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -49,12 +49,13 @@ def run(values: flags.Values, words: Sequence[str] = ()) -> None:
     once; one that serves takes nothing more, and gives what runs `shutdown_timeout_s`."""
     values, words = with_model(values, words)
     options = read_flags(values)
+    others = undeclared(words)
     logging.basicConfig(level=logging.INFO, format="%(levelname)s: %(message)s")
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # an exception would wait for what compiles
     with bind(options.host, options.port) as listening:
         log_address(listening, keyed=bool(options.api_key))
         recorder = None if options.log is None else Recorder(options.log, options)
-        llm = load(options, words)
+        llm = load(options, others)
         if options.generation_config == "auto":
             config = getattr(llm.engine.target.model, "generation_config", None)
             defaults = sampling_defaults({} if config is None else config.to_diff_dict())
@@ -94,14 +95,14 @@ def log_address(listening: socket.socket, keyed: bool) -> None:
         logger.log(level, "listening on %s, for whoever can reach this machine; %s", url, key)
 
 
-def load(options: ServeFlags, words: Sequence[str] = ()) -> LLM:
-    """Loads the LLM of these flags. `words`: flags that are not declared, which LLM knows from vLLM
-    of today or before, or refuses."""
+def load(options: ServeFlags, others: Mapping[str, Any]) -> LLM:
+    """Loads the LLM of these flags. `others`: flags that are not declared, which LLM knows from
+    vLLM of today or before."""
     from draftsmith.inference.entrypoints.llm import LLM
 
     names = options.model_fields_set & set(EngineOptions.model_fields)
     values = {name: getattr(options, name) for name in names}
-    return LLM(options.model, **values, **undeclared(words))
+    return LLM(options.model, **values, **others)
 
 
 def sampling_defaults(values: dict[str, Any]) -> dict[str, Any]:

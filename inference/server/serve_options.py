@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +19,8 @@ from pydantic import (
 )
 
 from draftsmith.inference.engine_options import EngineOptions, option
-from draftsmith.inference.flags import JsonObject, Values, json_or_text, validated
+from draftsmith.inference.entrypoints.vllm_options import DEPRECATED, ENGINE_OPTIONS
+from draftsmith.inference.flags import JsonObject, Values, flag_name, json_or_text, validated
 from draftsmith.inference.traffic_log.log_options import LogOptions
 from draftsmith.speculators.errors import ConfigError
 
@@ -158,7 +160,7 @@ def read_flags(values: Values) -> ServeFlags:
 
 def undeclared(words: Sequence[str]) -> dict[str, Any]:
     """Values of flags that are not declared, by name: JSON, else text; True and False for `--flag`
-    and `--no-flag`."""
+    and `--no-flag`. ConfigError for one that `LLM` does not know from vLLM either."""
     values: dict[str, Any] = {}
     left = list(words)
     while left:
@@ -172,4 +174,18 @@ def undeclared(words: Sequence[str]) -> dict[str, Any]:
             values[name] = json_or_text(value)
         else:
             values[name.removeprefix("no_")] = not name.startswith("no_")
+    for name in values:
+        _require_known(name)
     return values
+
+
+def _require_known(name: str) -> None:
+    """ConfigError that says which flag was meant."""
+    of_vllm = {*EngineOptions.model_fields, *ENGINE_OPTIONS, *DEPRECATED}
+    if name in of_vllm:
+        return
+    declared = {name for name, field in ServeFlags.model_fields.items() if not field.exclude}
+    flags = [flag_name(known) for known in sorted(declared | of_vllm)]
+    near = difflib.get_close_matches(flag_name(name), flags, n=2)
+    meant = f"did you mean {' or '.join(near)}? " if near else ""
+    raise ConfigError(f"unknown option; {meant}--help lists all", where=f"serve {flag_name(name)}")
