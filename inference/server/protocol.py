@@ -19,7 +19,7 @@ from draftsmith.inference.entrypoints.checks import CheckedRequest, TextLimit
 from draftsmith.inference.entrypoints.prompts import Prompt, chat_prompts
 from draftsmith.inference.entrypoints.text_generator import TextGenerator
 from draftsmith.inference.sampling_params import ACCEPTED, FIELDS, SamplingParams
-from draftsmith.inference.server.api_errors import APIError
+from draftsmith.inference.server.api_errors import APIError, reason
 from draftsmith.inference.server.serve_options import ServerOptions, SpecDecodeDetail
 from draftsmith.speculators.errors import ConfigError
 
@@ -82,7 +82,7 @@ def _object(body: bytes) -> dict[str, Any]:
         text = json.dumps(fields_of_body, ensure_ascii=False)
         text.encode()  # JSON can spell what is no Unicode
     except (ValueError, RecursionError) as error:
-        raise APIError(400, f"the body is not JSON: {type(error).__name__}") from None
+        raise APIError(400, f"the body is not JSON: {reason(error)}") from None
     if not isinstance(fields_of_body, dict):
         raise APIError(400, "the body is not a JSON object")
     for name, value in fields_of_body.items():
@@ -171,7 +171,8 @@ class GenerationRequest(BaseModel):
         much."""
         for name, value in FIXED.items():
             if self.extra.get(name, value) != value:
-                raise APIError(400, f"{name}: only vLLM does it", name)
+                served = f"only {json.dumps(value)} is served here, and others by vLLM"
+                raise APIError(400, f"{name}: {served}; leave it out", name)
         of_streams = {
             "stream_options": self.stream_options != StreamOptions(),
             "return_rounds": self.return_rounds,
