@@ -11,6 +11,7 @@ SHELL := bash
 
 VENV ?= .venv
 VLLM_VENV ?= .venv-vllm
+SGLANG_VENV ?= .venv-sglang
 PEERS_VENV ?= .venv-peers
 BIN := $(VENV)/bin
 PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13; do \
@@ -24,7 +25,7 @@ ARGS ?=
 LAUNCH := $(BIN)/accelerate launch --quiet --num_processes 1 --num_machines 1 --mixed_precision no \
 	--dynamo_backend no --num_cpu_threads_per_process
 
-.PHONY: docs help venv quickstart test test-fast test-vllm test-real lint format compare bench bench-peers bench-gpu real-model check-gpu clean
+.PHONY: docs help venv quickstart test test-fast test-vllm test-sglang test-real lint format compare bench bench-peers bench-gpu real-model check-gpu clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -54,6 +55,10 @@ test-fast: $(VENV)/.installed  ## run the quick tests, about a minute (ARGS=test
 test-vllm: $(VENV)/.installed  ## run the exports in real vLLM, on a CPU (makes .venv-vllm first: minutes, 4 GB)
 	$(BIN)/python scripts/setup_vllm.py $(VLLM_VENV)
 	DRAFTSMITH_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python $(PYTEST) tests/vllm $(ARGS)
+
+test-sglang: $(VENV)/.installed  ## run the exports in real SGLang, on a CPU (makes .venv-sglang first: minutes, 7 GB)
+	$(BIN)/python scripts/setup_sglang.py $(SGLANG_VENV)
+	DRAFTSMITH_SGLANG_PYTHON=$(abspath $(SGLANG_VENV))/bin/python $(PYTEST) tests/sglang $(ARGS)
 
 test-real: $(VENV)/.installed  ## run every method on SmolLM2-135M, which is fetched first (ten minutes)
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet gguf

@@ -148,7 +148,9 @@ def _sglang(
         **(chain if theirs.layout.sglang_chain else {}),
         "speculative-num-draft-tokens": tokens + 1,
     }
-    return _sglang_command(target, flags)
+    if theirs.layout.sglang_block and tokens != config.max_drafts:
+        flags[theirs.layout.sglang_block] = tokens
+    return _sglang_command(target, flags, theirs.layout.sglang_note)
 
 
 def _sglang_command(target: str, flags: Options, note: str = "") -> ServingCommand:

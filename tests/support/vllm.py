@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 
 from draftsmith.inference import LLM, SamplingParams
 from draftsmith.inference.metrics import SpecDecodeCounters
 from draftsmith.inference.vllm_bridge.vllm_engine import VllmError, Worker
 from draftsmith.inference.vllm_python import vllm_version
 from draftsmith.speculators.export import load_drafter, read_drafter_config
-from draftsmith.speculators.target.frozen_target import FrozenTarget
+from draftsmith.speculators.target.frozen_target import FrozenTarget, TargetFeatures
 from tests.support.engines import make_llm
 
 PROMPTS = [[3 + (i * i * 7 + n) % 120 for i in range(n)] for n in (9, 4, 17, 30)]
@@ -63,6 +64,36 @@ def serve(vllm_python: str):
 
     yield run
     stop()
+
+
+@pytest.fixture(scope="session")
+def servable_model(tiny_model):
+    """`servable_model(architecture)`: a random target with a head size that vLLM's CPU attention
+    has."""
+
+    def make(architecture: str = "llama", **overrides: Any):
+        sizes = dict(hidden_size=128, intermediate_size=96, head_dim=32, vocab_size=128)
+        return tiny_model(architecture, **(sizes | overrides))
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def own_texts():
+    """`own_texts(target)`: features of the prompts and its greedy answers, to train a head on."""
+
+    def of(target: FrozenTarget) -> list[TargetFeatures]:
+        params = SamplingParams(temperature=0, max_tokens=WRITTEN)
+        prompts = [{"prompt_token_ids": p} for p in PROMPTS]
+        outputs = make_llm(target).generate(prompts, params, use_tqdm=False)
+        features = []
+        for prompt, output in zip(PROMPTS, outputs):
+            ids = torch.tensor([[*prompt, *output.outputs[0].token_ids]])
+            places, zeros = torch.arange(ids.shape[1])[None], torch.zeros_like(ids)
+            features.append(target.features(ids, places, zeros, places >= len(prompt)))
+        return features
+
+    return of
 
 
 def wait_for(url: str, process: subprocess.Popen, log: Path, seconds: float = 400) -> None:

@@ -27,8 +27,10 @@ from tests.support.vllm import (  # noqa: F401 (fixtures)
     PROMPTS,
     WRITTEN,
     installed_vllm,
+    own_texts,
     plain_in_vllm,
     same_as_ours,
+    servable_model,
     serve,
     vllm_python,
     wait_for,
@@ -78,36 +80,6 @@ def vllm_server(vllm_python: str, tmp_path_factory):
     for process in running:
         process.terminate()
         process.wait(60)
-
-
-@pytest.fixture(scope="session")
-def servable_model(tiny_model):
-    """`servable_model(architecture)`: a random target with a head size that vLLM's CPU attention
-    has."""
-
-    def make(architecture: str = "llama", **overrides: Any):
-        sizes = dict(hidden_size=128, intermediate_size=96, head_dim=32, vocab_size=128)
-        return tiny_model(architecture, **(sizes | overrides))
-
-    return make
-
-
-@pytest.fixture(scope="session")
-def own_texts():
-    """`own_texts(target)`: features of the prompts and its greedy answers, to train a head on."""
-
-    def of(target: FrozenTarget) -> list[TargetFeatures]:
-        params = SamplingParams(temperature=0, max_tokens=WRITTEN)
-        prompts = [{"prompt_token_ids": p} for p in PROMPTS]
-        outputs = make_llm(target).generate(prompts, params, use_tqdm=False)
-        features = []
-        for prompt, output in zip(PROMPTS, outputs):
-            ids = torch.tensor([[*prompt, *output.outputs[0].token_ids]])
-            places, zeros = torch.arange(ids.shape[1])[None], torch.zeros_like(ids)
-            features.append(target.features(ids, places, zeros, places >= len(prompt)))
-        return features
-
-    return of
 
 
 # -------------------------------------------------------------------- the comparison

@@ -133,6 +133,8 @@ class Layout:
     no_vllm_int8: ClassVar[str] = ""
     sglang_algorithm: ClassVar[str | None] = None
     sglang_chain: ClassVar[bool] = True  # SGLang takes the steps of a chain
+    sglang_block: ClassVar[str] = ""  # SGLang's flag of the drafts of a block that is cut short
+    sglang_note: ClassVar[str] = ""
 
     def no_vllm(self, config: Any) -> str:
         """Why vLLM serves no such drafter in this format, and the remedy; empty: it does."""

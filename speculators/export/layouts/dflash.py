@@ -190,6 +190,7 @@ class DSparkLayout(DFlashLayout):
     }
     vllm_note = NO_CPU_RUNNER
     sglang_algorithm = "DSPARK"
+    sglang_block = "speculative-dspark-block-size"
 
     @override
     def recognises(self, fields: Fields, names: set[str]) -> bool:

@@ -51,6 +51,7 @@ class DraftModelLayout(Layout):
     )
     without: ClassVar = {"": base.REFUSES}
     sglang_algorithm = "STANDALONE"
+    sglang_note = "it reads texts without their first token there, and its drafts are accepted less"
 
     @override
     def recognises(self, fields: Mapping[str, Any], names: set[str]) -> bool:

@@ -102,6 +102,14 @@ def test_a_local_target_is_named_beside_a_folder_of_the_speculators_format(ways,
     assert hub.command == "vllm serve d"
 
 
+def test_sglang_is_told_of_dspark_blocks_that_are_cut_short(ways) -> None:
+    """It refuses other numbers of drafts than the block's."""
+    short = ways("dspark", format="sglang", tokens=2)["SGLang"].options
+    assert short["speculative-dspark-block-size"] == 2
+    assert short["speculative-num-draft-tokens"] == 3
+    assert "speculative-dspark-block-size" not in ways("dspark", format="sglang")["SGLang"].options
+
+
 def test_vllm_samples_its_drafts_where_it_can(ways) -> None:
     """As the report measures them; vLLM's default drafts the best token at every temperature."""
     assert ways("eagle3")["vLLM"].options["draft_sample_method"] == "probabilistic"

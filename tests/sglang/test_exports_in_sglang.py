@@ -1,0 +1,37 @@
+"""Exports of trained heads in real SGLang."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from draftsmith.speculators.target.frozen_target import FrozenTarget
+from tests.support.vllm_heads import BLOCK, trained
+
+TAPS = (1, 2, 3)
+READS_TAPS = ("eagle3", "dflash", "dflash2", "dspark")
+ONE = {"num_layers": 1, **BLOCK}
+CASES: dict[str, tuple[str, str, dict[str, Any], int]] = {
+    # family, target, shape, drafts per round
+    "eagle": ("eagle", "qwen2", {}, 3),
+    "eagle3": ("eagle3", "llama", {}, 3),
+    "eagle3, reduced vocabulary, qwen3": ("eagle3", "qwen3", {"draft_vocab_size": 96}, 3),
+    "mtp": ("mtp", "qwen2", {}, 3),
+    "dflash, three layers": ("dflash", "llama", {"num_layers": 3, **BLOCK}, 3),
+    "dflash, blocks cut short": ("dflash", "qwen3", ONE, 2),
+    "dflash2": ("dflash2", "qwen3", ONE, 3),
+    "dspark": ("dspark", "qwen3", ONE, 4),
+    "dspark, blocks cut short": ("dspark", "qwen3", ONE, 3),
+}
+
+
+@pytest.mark.parametrize(("family", "architecture", "shape", "tokens"), CASES.values(), ids=CASES)
+def test_sglang_drafts_the_same(
+    servable_model, own_texts, same_in_sglang, family, architecture, shape, tokens
+) -> None:
+    model = servable_model(architecture, num_hidden_layers=4)
+    target = FrozenTarget(model, TAPS if family in READS_TAPS else ())
+    options = {"unroll_steps": 3} if family == "eagle" else {}
+    drafter = trained(family, target, own_texts(target), shape, options)
+    assert same_in_sglang(model, drafter, tokens).num_accepted_tokens > 0
