@@ -20,11 +20,13 @@ from draftsmith.inference.progress import HEARTBEAT, Activity
 from draftsmith.inference.whole_file import DISK, cause
 from draftsmith.speculators.errors import ConfigError, DraftsmithError
 
-# The extra of this project that installs a module which some commands need.
+# The extra of this project that installs a module which some commands need. What needs matplotlib
+# needs `train` too, which has `report`.
+_TRAIN = "accelerate datasets hs_connectors matplotlib peft psutil pyarrow ruamel"
+_SERVE = "anyio httpx2 openai prometheus_client scipy starlette uvicorn"
 EXTRAS = {
-    "matplotlib": "report",
-    **dict.fromkeys(("accelerate", "datasets", "peft", "psutil", "pyarrow", "ruamel"), "train"),
-    **dict.fromkeys(("openai", "prometheus_client", "scipy", "starlette", "uvicorn"), "serve"),
+    **dict.fromkeys(_TRAIN.split(), "train"),
+    **dict.fromkeys(_SERVE.split(), "serve"),
 }
 
 

@@ -11,6 +11,7 @@ import signal
 import socket
 import sys
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -50,6 +51,8 @@ def run(values: flags.Values, words: Sequence[str] = ()) -> None:
     values, words = with_model(values, words)
     options = read_flags(values)
     others = undeclared(words)
+    for needed in ("prometheus_client", "starlette", "uvicorn"):
+        import_module(needed)  # what is not installed is said before the minutes of loading
     logging.basicConfig(level=logging.INFO, format="%(levelname)s: %(message)s")
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # an exception would wait for what compiles
     with bind(options.host, options.port) as listening:

@@ -101,10 +101,11 @@ def _prompts(options: TryOptions) -> Callable[[Any], list[Prompt]]:
     from draftsmith.inference.entrypoints.prompts import read_prompts
     from draftsmith.inference.evaluation.demo_prompts import demo_prompts
     from draftsmith.inference.offline import as_prompts
-    from draftsmith.train.pipeline.evaluate_again import prompts_of_file
 
     ids: list[list[int]] = []
     if options.prompts is not None:
+        from draftsmith.train.pipeline.evaluate_again import prompts_of_file  # of the extra `train`
+
         ids = prompts_of_file(
             options.model, options.prompts, options.num_prompts, options.max_tokens
         )

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field, ValidationError, create_model, field_validator, model_validator
-from ruamel.yaml import YAML
 
 from draftsmith.speculators.errors import ConfigError
 from draftsmith.speculators.options import AUTO, DrafterOptions, NonEmptyText, Section
@@ -359,6 +358,8 @@ def yaml_line(value: Any) -> str:
 
 
 def _dump(value: Any, *, flow: bool, width: int) -> str:
+    from ruamel.yaml import YAML  # of the extra `train`, without which `inspect` reads this file
+
     writer: Any = YAML(typ="safe", pure=True)
     text = io.StringIO()
     writer.default_flow_style = flow
