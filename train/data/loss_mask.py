@@ -43,7 +43,7 @@ from draftsmith.train.data.examples import (
     thought_of,
 )
 from draftsmith.train.data.pieces import PiecewiseTokenizer, SpecialTokens, tokenise
-from draftsmith.train.data.template_date import CLOCK, KEY
+from draftsmith.train.data.template_date import KEY, dated
 
 _MARKER = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
@@ -307,9 +307,9 @@ class ConversationTokenizer:
         texts, marks = render_jinja_template(  # type: ignore[str-unpack]  # of another annotation
             [messages],
             tools=tools,
-            chat_template=self.tokenizer.get_chat_template(self.chat_template, tools),
+            chat_template=self.tokenizer.get_chat_template(self._template(tools), tools),
             return_assistant_tokens_mask=True,
-            **{**self.tokenizer.special_tokens_map, **self._variables},
+            **{**self.tokenizer.special_tokens_map, **self.template_kwargs},
         )
         return texts[0], list(marks[0])  # type: ignore[arg-type]
 
@@ -390,16 +390,16 @@ class ConversationTokenizer:
         return self.tokenizer.apply_chat_template(
             messages,
             tools=tools,
-            chat_template=self.chat_template,
+            chat_template=self._template(tools),
             **options,
-            **self._variables,
+            **self.template_kwargs,
         )
 
-    @property
-    def _variables(self) -> dict[str, Any]:
-        """What the template is given beside the conversation."""
-        clock: dict[str, Any] = {} if self.date is None else {CLOCK: self.date.strftime}
-        return clock | self.template_kwargs
+    def _template(self, tools: Any) -> str | None:
+        """What a conversation is rendered by; None: the tokenizer's own as it is."""
+        if self.date is None:
+            return self.chat_template
+        return dated(self.tokenizer.get_chat_template(self.chat_template, tools), self.date)
 
     def _encode(self, text: str) -> list[int]:
         return tokenise(self.tokenizer, text)

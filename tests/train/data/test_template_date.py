@@ -14,7 +14,7 @@ from draftsmith.speculators.errors import DataError
 from draftsmith.train.data.examples import parse_row
 from draftsmith.train.data.loss_mask import ConversationTokenizer
 from draftsmith.train.data.prepare import run_tokenizer
-from draftsmith.train.data.template_date import FILE, run_date
+from draftsmith.train.data.template_date import CLOCK, FILE, dated, run_date
 from draftsmith.train.pipeline.data_stage import DataStage
 from draftsmith.train.recipe.load import load_recipe
 from draftsmith.train.recipe.recipe import yaml_text
@@ -63,6 +63,18 @@ def test_conversation_tokenizer_with_a_date_prints_it(template):
     for ids in (converter.prompt_ids(example), converter.rows(example)[0].input_ids):
         assert tokenizer.decode(ids).startswith("03 Feb 2001")
     assert converter.template_facts()["template_date"] == DAY.isoformat()
+
+
+def test_dated_template_is_otherwise_as_it_was():
+    """Every code of strftime, beside a written %, and the white space that it begins with."""
+    codes = "%d %-d %B %Y|%%d %H:%M:%S %j %A"
+    template = "\n  {% if true %}\n" + f"  {{{{ {CLOCK}('{codes}') }}}}" + "\n{% endif %} end"
+    tokenizer = AutoTokenizer.from_pretrained(TOKENIZER)
+    turns = [{"role": "user", "content": "Hi"}]
+    text = tokenizer.apply_chat_template(turns, chat_template=dated(template, DAY), tokenize=False)
+    now = template.replace(f"{{{{ {CLOCK}('{codes}') }}}}", DAY.strftime(codes))
+    expected = tokenizer.apply_chat_template(turns, chat_template=now, tokenize=False)
+    assert text == expected
 
 
 def test_run_date_is_that_of_the_first_start(tmp_path):
