@@ -108,7 +108,12 @@ def running():
 
     def start(app) -> str:
         config = uvicorn.Config(
-            app, port=0, log_config=None, timeout_graceful_shutdown=1, server_header=False
+            app,
+            port=0,
+            http="h11",  # httptools, where it is installed, refuses a length beside chunks
+            log_config=None,
+            timeout_graceful_shutdown=1,
+            server_header=False,
         )
         server = uvicorn.Server(config)
         thread = threading.Thread(target=server.run, daemon=True)
