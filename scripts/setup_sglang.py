@@ -2,8 +2,8 @@
 
     python scripts/setup_sglang.py [FOLDER]
 
-Needs Python 3.11 or newer on Linux. `make test-sglang` calls it. FOLDER (.venv-sglang) is left alone
-if this script finished it before with the same pins and the same interpreter; otherwise it is
+Needs Python 3.11 or newer on Linux. `make test-sglang` calls it. FOLDER (.venv-sglang) is left
+alone if this script finished it before with the same pins and the same interpreter; otherwise it is
 created anew. The last step imports what was installed.
 
 SGLang's requirements bring kernels for GPUs along, some 5 GB beside torch's own. They are left out:
@@ -24,8 +24,8 @@ PROGRAMS = ROOT / "tests" / "support" / "programs"
 SGLANG = "sglang==0.5.23"
 TORCH = ("torch==2.14.1", "torchvision==0.29.1")
 CHECK = (
-    "import os; os.environ['SGLANG_USE_CPU_ENGINE'] = '1'; import sys; sys.path.append(sys.argv[1]);"
-    " import sglang_kernels; sglang_kernels.install(); import torch, transformers, sglang;"
+    "import os, sys; os.environ['SGLANG_USE_CPU_ENGINE'] = '1'; sys.path.append(sys.argv[1]); import"
+    " sglang_kernels; sglang_kernels.install(); import torch, transformers, sglang;"
     " from sglang.srt.entrypoints.engine import Engine; print(f'SGLang {sglang.__version__},"
     " torch {torch.__version__}, transformers {transformers.__version__}')"
 )

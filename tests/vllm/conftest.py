@@ -14,13 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from draftsmith.inference import SamplingParams
 from draftsmith.inference.metrics import SpecDecodeCounters
 from draftsmith.speculators.drafter import Drafter
 from draftsmith.speculators.export import export_drafter
 from draftsmith.speculators.export.serving_commands import vllm_method
-from draftsmith.speculators.target.frozen_target import FrozenTarget, TargetFeatures
-from tests.support.engines import make_llm
 from tests.support.forked import free_port
 from tests.support.programs.serve_in_vllm import SETTINGS as ENVIRONMENT
 from tests.support.vllm import (  # noqa: F401 (fixtures)

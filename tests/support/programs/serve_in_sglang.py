@@ -1,5 +1,5 @@
-"""Real SGLang on a CPU, in a process and an environment of its own: a job per line in, an answer per
-line out, as JSON.
+"""Real SGLang on a CPU, in a process and an environment of its own: a job per line in, an answer
+per line out, as JSON.
 
 A job is a dict: `model`, `prompts` (lists of token ids), `max_tokens` and `flags` of
 `sglang.launch_server`. Its answer: `token_ids`, `rounds` and `accepted` of every prompt. What fails
@@ -101,7 +101,7 @@ def serve(job: dict) -> dict:
         run_scheduler_process_func = staticmethod(run_scheduler)
 
     flags = {name.replace("-", "_"): value for name, value in job["flags"].items()}
-    if {"DFLASH", "DSPARK"} & {flags["speculative_algorithm"]}:
+    if flags["speculative_algorithm"] in ("DFLASH", "DSPARK"):
         flags["speculative_draft_attention_backend"] = ATTENTION
     engine = HereEngine(model_path=job["model"], **OPTIONS, **flags)
     sampling = {"temperature": 0, "max_new_tokens": job["max_tokens"], "ignore_eos": True}
