@@ -24,8 +24,8 @@ PROGRAMS = ROOT / "tests" / "support" / "programs"
 SGLANG = "sglang==0.5.23"
 TORCH = ("torch==2.14.1", "torchvision==0.29.1")
 CHECK = (
-    "import os, sys; os.environ['SGLANG_USE_CPU_ENGINE'] = '1'; sys.path.append(sys.argv[1]); import"
-    " sglang_kernels; sglang_kernels.install(); import torch, transformers, sglang;"
+    "import os, sys; os.environ['SGLANG_USE_CPU_ENGINE'] = '1'; sys.path.append(sys.argv[1])"
+    "; import sglang_kernels; sglang_kernels.install(); import torch, transformers, sglang;"
     " from sglang.srt.entrypoints.engine import Engine; print(f'SGLang {sglang.__version__},"
     " torch {torch.__version__}, transformers {transformers.__version__}')"
 )
