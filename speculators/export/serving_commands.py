@@ -150,7 +150,7 @@ def _sglang(
     }
     if theirs.layout.sglang_block and tokens != config.max_drafts:
         flags[theirs.layout.sglang_block] = tokens
-    return _sglang_command(target, flags, theirs.layout.sglang_note)
+    return _sglang_command(target, flags, theirs.layout.sglang_note(config))
 
 
 def _sglang_command(target: str, flags: Options, note: str = "") -> ServingCommand:

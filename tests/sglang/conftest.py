@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from draftsmith.inference.metrics import SpecDecodeCounters
-from draftsmith.inference.vllm_bridge.vllm_engine import Worker
+from draftsmith.inference.vllm_bridge.vllm_engine import VllmError, Worker
 from draftsmith.speculators.drafter import Drafter
 from draftsmith.speculators.export import export_drafter
 from draftsmith.speculators.export.formats import LAYOUTS
@@ -49,15 +49,22 @@ def serve() -> Iterator[Any]:
         pytest.skip("DRAFTSMITH_SGLANG_PYTHON names no Python that has SGLang (make test-sglang)")
     running: list[Worker] = []
 
+    def stop() -> None:
+        while running:
+            running.pop().stop()
+
     def run(job: dict[str, Any]) -> dict[str, Any]:
-        if running:
+        if not running:
+            running.append(Worker(python, job, SERVE))
+            return running[0].facts
+        try:
             return running[0].ask(job)
-        running.append(Worker(python, job, SERVE))
-        return running[0].facts
+        except VllmError:
+            stop()  # an engine that fails takes its process along
+            raise
 
     yield run
-    for worker in running:
-        worker.stop()
+    stop()
 
 
 @pytest.fixture

@@ -134,7 +134,6 @@ class Layout:
     sglang_algorithm: ClassVar[str | None] = None
     sglang_chain: ClassVar[bool] = True  # SGLang takes the steps of a chain
     sglang_block: ClassVar[str] = ""  # SGLang's flag of the drafts of a block that is cut short
-    sglang_note: ClassVar[str] = ""
 
     def no_vllm(self, config: Any) -> str:
         """Why vLLM serves no such drafter in this format, and the remedy; empty: it does."""
@@ -148,6 +147,10 @@ class Layout:
             f"vLLM {version} does not serve {self.family} any more: it was dropped after"
             f" {self.last_vllm}; this project's runtime serves it"
         )
+
+    def sglang_note(self, config: Any) -> str:
+        """A remark on how SGLang serves such a drafter; empty: none."""
+        return ""
 
     def no_sglang(self, config: Any) -> str:
         """As `no_vllm`, of SGLang."""

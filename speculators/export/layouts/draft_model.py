@@ -51,7 +51,6 @@ class DraftModelLayout(Layout):
     )
     without: ClassVar = {"": base.REFUSES}
     sglang_algorithm = "STANDALONE"
-    sglang_note = "it reads texts without their first token there, and its drafts are accepted less"
 
     @override
     def recognises(self, fields: Mapping[str, Any], names: set[str]) -> bool:
@@ -59,6 +58,10 @@ class DraftModelLayout(Layout):
             str(name).endswith(("ForCausalLM", "LMHeadModel"))
             for name in fields.get("architectures") or []
         )
+
+    @override
+    def sglang_note(self, config: Any) -> str:
+        return "it reads texts without their first token there, and its drafts are accepted less"
 
     @override
     def no_sglang(self, config: Any) -> str:

@@ -1,8 +1,8 @@
 """SGLang's layouts where they differ from vLLM's: tap numbers, names, architectures.
 
 By SGLang's own loaders: it numbers taps by layer outputs, one less than ours, and ignores what it
-does not know, which is refused here. Its EAGLE-3 has one layer, and versions that do not read
-`num_aux_hidden_states` refuse another number of taps than three."""
+does not know, which is refused here. Versions that do not read `num_aux_hidden_states` refuse
+another number of taps than three."""
 
 from __future__ import annotations
 
@@ -26,12 +26,10 @@ class SGLangEagle3Layout(Eagle3Layout):
 
     @override
     def check(self, config: Any, format_: str) -> None:
-        switches = ("norm_before_fc", "norm_before_residual", "qk_norm", "sliding_window")
+        switches = ("norm_before_residual", "qk_norm", "sliding_window")
         unknown = [name for name in switches if getattr(config, name)]
         if config.own_embeddings and config.hidden_size == config.target_hidden_size:
             unknown.append("own_embeddings")  # replaced by the target's
-        if config.num_layers > 1:
-            unknown.append(f"num_layers {config.num_layers}")  # refused, or dropped by older ones
         _refuse(unknown, "eagle3")
         if {0, config.num_target_layers} & set(config.tap_layers):
             raise ConfigError(
@@ -39,6 +37,14 @@ class SGLangEagle3Layout(Eagle3Layout):
                 f" outputs of layers 1 to {config.num_target_layers - 1}; serve it with vLLM",
                 where="export format sglang",
             )
+
+    @override
+    def sglang_note(self, config: Any) -> str:
+        first = "0.5.18" if config.norm_before_fc else "0.5.12"
+        newer = config.norm_before_fc or config.fc_norm or config.norm_output
+        if newer or config.num_layers > 1:
+            return f"it needs SGLang {first} or newer; older ones drop some of it without a word"
+        return ""
 
     @override
     def no_vllm(self, config: Any) -> str:

@@ -38,7 +38,7 @@ OPTIONS: dict[str, Any] = {
     "disable_radix_cache": True,
     "max_running_requests": 4,
     "max_total_tokens": 2048,
-    "mem_fraction_static": 0.05,
+    "mem_fraction_static": 0.8,
     "log_level": "error",
 }
 
@@ -94,7 +94,7 @@ def run_scheduler(*arguments: Any, **options: Any) -> Any:
 
 
 def serve(job: dict) -> dict:
-    """One engine, one prompt after the other: batches of several meet other rounding."""
+    """One engine, one prompt after the other."""
     from sglang.srt.entrypoints.engine import Engine
 
     class HereEngine(Engine):
