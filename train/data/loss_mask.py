@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property, partial
@@ -156,8 +156,11 @@ class ConversationTokenizer:
         ids = self.prompt_ids(example)
         return [TokenRow(np.asarray(ids), np.zeros(len(ids)), example.workload)]
 
-    def rows(self, example: Example) -> list[TokenRow]:
-        """One row, or several where the template rewrites history; BadRow quotes the turn."""
+    def rows(self, example: Example, max_length: int | None = None) -> list[TokenRow]:
+        """One row, or several where the template rewrites history; BadRow quotes the turn.
+
+        `max_length`: the rows will be cut there, and those that this would leave without a
+        supervised token may be missing."""
         if example.prompt is not None:
             return [self._completion_row(example)]
         messages = self._messages(example)
@@ -168,20 +171,28 @@ class ConversationTokenizer:
                 "the conversation has no assistant turn to learn from; turn regenerate on to have"
                 " the target answer it",
             )
-        return fewest_rows(self._turns(example, messages, spoken), example.workload)
+        turns = self._turns(example, messages, spoken, max_length)
+        return fewest_rows(turns, example.workload)
 
     # ----------------------------------------------------------------------------------- one turn
 
-    def _turns(self, example: Example, messages: list[Message], spoken: list[int]) -> list[Turn]:
-        """The assistant turns `spoken`. What they share is tokenised once, where that gives the
-        tokens of whole texts."""
+    def _turns(
+        self,
+        example: Example,
+        messages: list[Message],
+        spoken: list[int],
+        max_length: int | None,
+    ) -> list[Turn]:
+        """The assistant turns `spoken`, as `_turns_within`. What they share is tokenised once,
+        where that gives the tokens of whole texts."""
         if len(spoken) > 1:
             pieces = PiecewiseTokenizer(self.tokenizer, self._special_tokens)
             turns: list[Turn] = []
             refusal = None
             try:
-                for index in spoken:
-                    turns.append(self._turn(example, messages, index, pieces))
+                turns = self._turns_within(
+                    max_length, spoken, partial(self._turn, example, messages, tokens=pieces)
+                )
             except BadRow as error:
                 refusal = error
             if pieces.as_whole():
@@ -189,7 +200,28 @@ class ConversationTokenizer:
                     raise refusal
                 return turns
         whole = PiecewiseTokenizer(self.tokenizer)
-        return [self._turn(example, messages, index, whole) for index in spoken]
+        return self._turns_within(
+            max_length, spoken, partial(self._turn, example, messages, tokens=whole)
+        )
+
+    def _turns_within(
+        self, max_length: int | None, spoken: list[int], turn_at: Callable[[int], Turn]
+    ) -> list[Turn]:
+        """The turns at `spoken`, without those of which a cut at `max_length` keeps nothing.
+
+        Those are the turns between one and the last whose first `max_length` tokens are the same:
+        the turns between them have these too, and begin behind them."""
+        *earlier, final = spoken
+        turns = []
+        last = None
+        for index in earlier:
+            turn = turn_at(index)
+            turns.append(turn)
+            if max_length is not None and len(turn.ids) > max_length:
+                last = last or turn_at(final)
+                if turn.ids[:max_length] == last.ids[:max_length]:
+                    break
+        return [*turns, last or turn_at(final)]
 
     def _turn(
         self, example: Example, messages: list[Message], index: int, tokens: PiecewiseTokenizer
@@ -461,9 +493,11 @@ def _not_shown(message: Message, text: str) -> str | None:
     }
     for call in message.get("tool_calls", ()):
         parts[f"tool call {call['function']['name']}"] = call["function"]["name"]
-    shown = "".join(text.split())
+    # Most words stand in the text as they are, and long texts are searched faster than rewritten.
+    altered = {name: words for name, words in parts.items() if str(words).strip() not in text}
+    shown = "".join(text.split()) if altered else ""
     return next(
-        (name for name, words in parts.items() if "".join(str(words).split()) not in shown), None
+        (name for name, words in altered.items() if "".join(str(words).split()) not in shown), None
     )
 
 

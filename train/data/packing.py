@@ -13,6 +13,7 @@ import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -144,8 +145,9 @@ def prepare_rows(
     takes no more."""
     tokenised: list[TokenRow] = []
     dropped = 0
+    convert = partial(tokenizer.rows, max_length=max_length)
     outcomes = tokenise_examples(
-        examples, tokenizer.rows, num_proc=num_proc, scratch=scratch, progress=progress
+        examples, convert, num_proc=num_proc, scratch=scratch, progress=progress
     )
     for outcome in outcomes:
         if isinstance(outcome, BadRow):

@@ -20,7 +20,7 @@ from draftsmith.speculators.errors import DataError
 from draftsmith.train.data.bad_rows import BadRows
 from draftsmith.train.data.examples import Example, parse_row
 from draftsmith.train.data.loss_mask import ConversationTokenizer
-from draftsmith.train.data.packing import TokenRow, collate, pack, prepare_rows
+from draftsmith.train.data.packing import TokenRow, collate, fit_rows, pack, prepare_rows
 
 SPECIAL = "<|im_start|> <|im_end|> <s> </s> [INST] [/INST] <|begin_of_text|> <|eot_id|>".split()
 SPECIAL += "<|start_header_id|> <|end_header_id|> <bos> <start_of_turn> <end_of_turn>".split()
@@ -428,6 +428,84 @@ def test_cutting_keeps_masks_right_and_is_counted(tokenizer):
     assert statistics.supervised == sum(int(row.loss_mask.sum()) for row in rows)
     with pytest.raises(DataError, match="no row is left of 1 examples"):
         prepare_rows(examples[2:], converter, max_length=60, bad=BadRows())
+
+
+# Templates whose prompts grow at their beginning, and which forget it.
+USERS = "{% set users = messages | selectattr('role', 'equalto', 'user') | list | length %}"
+COUNTED = f"{USERS}<|im_start|>{{{{ users }}}} questions\n{CHATML}"
+LATEST = USERS + CHATML.replace("in messages", "in messages[[2 * users - 4, 0] | max:]")
+LONG_TALKS = {
+    **{style: (template, "") for style, (template, _) in STYLES.items()},
+    "moving system": (MISTRAL_MOVING_SYSTEM, "system"),
+    "thoughts of the last question": (QWEN3, "thoughts, tools"),
+    "thoughts kept": (HERMES, "thoughts, tools"),
+    "first words change": (COUNTED, "system"),
+    "oldest turns left out": (LATEST, ""),
+}
+
+
+def long_talk(kind: str, turns: list[tuple[str, str, str, bool]]) -> Example:
+    """`kind`: what its template allows; `turns`: a question, its answer, a thought before that, and
+    whether a tool is asked first."""
+    messages = [{"role": "system", "content": "be brief"}] if "system" in kind else []
+    for question, answer, thought, asks in turns:
+        said = {"reasoning": thought} if thought and "thoughts" in kind else {}
+        messages.append({"role": "user", "content": question})
+        if asks and "tools" in kind:
+            messages.append({"role": "assistant", "content": "I ask.", **said})
+            messages.append({"role": "tool", "content": "42"})
+        messages.append({"role": "assistant", "content": answer, **said})
+    return parse_row({"messages": messages}, origin="x")
+
+
+talks = st.lists(
+    st.tuples(words, words, st.sampled_from(["", "hm", "so " * 12]), st.booleans()),
+    min_size=1,
+    max_size=7,
+)
+
+
+@pytest.mark.parametrize("template", LONG_TALKS)
+@settings(max_examples=12, deadline=None)
+@given(turns=talks, max_length=st.integers(1, 250))
+@example(turns=[("hello", "hi", "so " * 12, True)] * 6, max_length=100)
+@example(
+    turns=[("a", text, "", False) for text in ("b", "long " * 40, "c", "d", "e")], max_length=100
+)
+def test_property_rows_that_are_to_be_cut_are_those_of_the_whole_conversation(
+    tokenizer, template, turns, max_length
+):
+    text, kind = LONG_TALKS[template]
+    converter = ConversationTokenizer(tokenizer, chat_template=text)
+    talk = long_talk(kind, turns)
+    whole, _ = fit_rows(converter.rows(talk), max_length)
+    cut, _ = fit_rows(converter.rows(talk, max_length), max_length)
+    assert [row.truncated for row in cut] == [row.truncated for row in whole]
+    for row, expected in zip(cut, whole, strict=True):
+        assert row.input_ids.tolist() == expected.input_ids.tolist()
+        assert row.loss_mask.tolist() == expected.loss_mask.tolist()
+
+
+@pytest.mark.parametrize("template", ["chatml-marked", "llama3", "thoughts of the last question"])
+def test_turns_beyond_max_length_are_not_rendered(tokenizer, monkeypatch, template):
+    text, kind = LONG_TALKS[template]
+    converter = ConversationTokenizer(tokenizer, chat_template=text)
+    turns = [(f"What is {i}?", f"{i} it is.", "", True) for i in range(60)]
+    longest = len(converter.rows(long_talk(kind, turns[:4]))[-1])
+    bad = BadRows()
+    renderings = []
+    render = tokenizer.apply_chat_template
+    monkeypatch.setattr(
+        tokenizer, "apply_chat_template", lambda *a, **k: renderings.append(1) or render(*a, **k)
+    )
+    counts = []
+    for number in (15, 30, 60):
+        renderings.clear()
+        talk = long_talk(kind, turns[:number])
+        rows, _ = prepare_rows([talk], converter, max_length=longest, bad=bad)
+        assert max(map(len, rows)) == longest
+        counts.append(len(renderings))
+    assert counts[0] == counts[1] == counts[2] <= 2 * (2 * 4 + 3)
 
 
 # ------------------------------------------------------------------------------------------ packing

@@ -201,9 +201,9 @@ def test_data_stage_a_second_start_tokenises_nothing(data_stage, enabled, monkey
     for name in ("rows", "prompt_ids"):
         whole = getattr(ConversationTokenizer, name)
 
-        def counted(self, example, whole=whole):
+        def counted(self, example, *, whole=whole, **options):
             asked.append(f"{whole.__name__} {example.origin}")
-            return whole(self, example)
+            return whole(self, example, **options)
 
         monkeypatch.setattr(ConversationTokenizer, name, counted)
 
