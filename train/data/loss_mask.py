@@ -268,15 +268,16 @@ class ConversationTokenizer:
     ) -> None:
         """BadRow if the prompt `text`, which ends behind `places`, leaves out one of these turns:
         its words, or of the model's, whose thoughts and words templates may cut, its tool calls."""
+        lacking = {}
         for index in places:
             message = messages[index]
-            if message["role"] == "assistant":
-                missing = _not_shown(_calls_alone(message), text)
-            else:
-                missing = _not_shown(message, text)
-                if missing and not self._ignores(example, messages, index, places.stop, text):
-                    missing = None
-            if missing:
+            is_answer = message["role"] == "assistant"
+            if missing := _not_shown(_calls_alone(message) if is_answer else message, text):
+                lacking[index] = missing
+        asked = [index for index in lacking if messages[index]["role"] != "assistant"]
+        heard = self._heard(example, messages, asked, places.stop, text) if asked else set()
+        for index, missing in lacking.items():
+            if index not in heard:
                 raise _refusal(
                     example,
                     messages,
@@ -285,14 +286,31 @@ class ConversationTokenizer:
                     " does in a recipe, as data.chat_template, or take the turn out of the data",
                 )
 
-    def _ignores(
-        self, example: Example, messages: list[Message], index: int, end: int, text: str
-    ) -> bool:
-        """Whether the prompt is the same whatever turn `index` says. A template may show its words
-        in another form: as JSON, or without a switch such as /no_think."""
-        other = {**messages[index], "content": f"{messages[index]['content']} otherwise"}
-        changed = [*messages[:index], other, *messages[index + 1 :]]
-        return self._render(example, changed, end, prompt=True) == text
+    def _heard(
+        self, example: Example, messages: list[Message], places: list[int], end: int, text: str
+    ) -> set[int]:
+        """Which of the turns `places` the prompt `text` depends on. A template may show their words
+        in another form: as JSON, or without a switch such as /no_think. One rendering finds those
+        of which it shows what is added; a turn that adds nothing to see is rendered alone."""
+        added = {index: f"otherwise {index}." for index in places}
+        other = self._render_changed(example, messages, added, end)
+        seen = {index for index, words in added.items() if words in other and words not in text}
+        for index in places:
+            if index not in seen:
+                alone = {index: added[index]}
+                if self._render_changed(example, messages, alone, end) == text:
+                    break
+                seen.add(index)
+        return seen
+
+    def _render_changed(
+        self, example: Example, messages: list[Message], added: Mapping[int, str], end: int
+    ) -> str:
+        """The prompt if the turns of `added` said these words too."""
+        changed = list(messages)
+        for index, words in added.items():
+            changed[index] = {**messages[index], "content": f"{messages[index]['content']} {words}"}
+        return self._render(example, changed, end, prompt=True)
 
     def _require_shown(
         self,

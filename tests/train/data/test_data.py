@@ -359,6 +359,7 @@ NO_SYSTEM = CHATML.replace(
 )
 NO_RESULTS = HERMES.replace("{{ m.content }}</tool_response>", "</tool_response>")
 SWITCHED = CHATML.replace("{{ m.content }}", "{{ m.content.replace('/no_think', '') }}")
+BACKWARDS = CHATML.replace("{{ m.content }}", "{{ m.content | reverse }}")
 RULES = {"role": "system", "content": 'Be "brief". /no_think'}
 ASKED_BY_RULES = {"messages": [RULES, {"role": "user", "content": "why?"}]}
 
@@ -372,6 +373,7 @@ ASKED_BY_RULES = {"messages": [RULES, {"role": "user", "content": "why?"}]}
         (HERMES, TOOL_TALK, None),
         (RESULTS_AS_JSON, ASKED_BY_RULES, None),
         (SWITCHED, ASKED_BY_RULES, None),
+        (BACKWARDS, ASKED_BY_RULES, None),
     ],
 )
 def test_prompt_that_leaves_out_what_was_said_is_refused(tokenizer, template, row, refused):
@@ -486,23 +488,35 @@ def test_property_rows_that_are_to_be_cut_are_those_of_the_whole_conversation(
         assert row.loss_mask.tolist() == expected.loss_mask.tolist()
 
 
+@pytest.fixture
+def renderings(tokenizer, monkeypatch):
+    """An entry for every text that the chat template has rendered."""
+    done = []
+    render = tokenizer.apply_chat_template
+    monkeypatch.setattr(
+        tokenizer, "apply_chat_template", lambda *a, **k: done.append(1) or render(*a, **k)
+    )
+    return done
+
+
+def test_prompt_of_many_results_in_another_form_is_rendered_twice(tokenizer, renderings):
+    converter = ConversationTokenizer(tokenizer, chat_template=RESULTS_AS_JSON)
+    talk = long_talk("tools", [('Say "this".', "No.", "", True)] * 30)
+    converter.prompt_ids(talk)
+    assert len(renderings) == 2
+
+
 @pytest.mark.parametrize("template", ["chatml-marked", "llama3", "thoughts of the last question"])
-def test_turns_beyond_max_length_are_not_rendered(tokenizer, monkeypatch, template):
+def test_turns_beyond_max_length_are_not_rendered(tokenizer, renderings, template):
     text, kind = LONG_TALKS[template]
     converter = ConversationTokenizer(tokenizer, chat_template=text)
     turns = [(f"What is {i}?", f"{i} it is.", "", True) for i in range(60)]
     longest = len(converter.rows(long_talk(kind, turns[:4]))[-1])
-    bad = BadRows()
-    renderings = []
-    render = tokenizer.apply_chat_template
-    monkeypatch.setattr(
-        tokenizer, "apply_chat_template", lambda *a, **k: renderings.append(1) or render(*a, **k)
-    )
     counts = []
     for number in (15, 30, 60):
         renderings.clear()
         talk = long_talk(kind, turns[:number])
-        rows, _ = prepare_rows([talk], converter, max_length=longest, bad=bad)
+        rows, _ = prepare_rows([talk], converter, max_length=longest, bad=BadRows())
         assert max(map(len, rows)) == longest
         counts.append(len(renderings))
     assert counts[0] == counts[1] == counts[2] <= 2 * (2 * 4 + 3)
