@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator
+from accelerate.tracking import GeneralTracker
 from accelerate.utils import (
     InitProcessGroupKwargs,
     broadcast,
@@ -148,29 +149,38 @@ class RunAccelerator(Accelerator):
     ) -> None:
         """As accelerate's, but a tracker that fails is left out from there on, and the run goes
         on."""
-        self._ask_trackers("log", values, step=step)
-
-    def _ask_trackers(self, method: str, *values: Any, **options: Any) -> None:
-        for tracker in list(self.trackers):
-            try:
-                getattr(tracker, method)(*values, **options)
-            except Exception as error:  # whatever its service may raise
-                self.trackers.remove(tracker)
-                HEARTBEAT.print(
-                    Console(stderr=True),
-                    f"warning: {tracker.name} has failed and gets no more, the run goes on:"
-                    f" {type(error).__name__}: {error}",
-                    style="yellow",
-                    markup=False,
-                )
+        ask_trackers(self, "log", values, step=step)
 
     def end_training(self) -> None:
         """Tells the others that this process ends, and ends the trackers."""
         if self.pulse is not None:
             self.pulse.stop()
-        self._ask_trackers("finish")
+        ask_trackers(self, "finish")
         self.trackers.clear()
         super().end_training()
+
+
+def ask_trackers(
+    accelerator: Accelerator,
+    method: str,
+    *values: Any,
+    where: Callable[[GeneralTracker], bool] = lambda tracker: True,
+    **options: Any,
+) -> None:
+    """Calls `method` of those trackers of which `where` is true. One that fails is left out from
+    there on."""
+    for tracker in list(filter(where, accelerator.trackers)):
+        try:
+            getattr(tracker, method)(*values, **options)
+        except Exception as error:  # whatever its service may raise
+            accelerator.trackers.remove(tracker)
+            HEARTBEAT.print(
+                Console(stderr=True),
+                f"warning: {tracker.name} has failed and gets no more, the run goes on:"
+                f" {type(error).__name__}: {error}",
+                style="yellow",
+                markup=False,
+            )
 
 
 def on_first(accelerator: Accelerator, work: Callable[[], Result]) -> Result:

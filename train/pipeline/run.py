@@ -63,6 +63,7 @@ def run_claimed(recipe: Recipe, accelerator: Accelerator) -> int:
     set_seed(recipe.training.seed)
     recipe = with_draft_vocabulary(recipe, accelerator, stages)
     recipe_text = recipe.resolved_yaml()
+    trackers.log_recipe(recipe, accelerator)
     if not is_shared(accelerator, Path(recipe.output_dir)):
         stages.say("      the first process alone keeps the run, as others do not see its folder")
     recipe = with_adapted_target(recipe, accelerator)

@@ -8,20 +8,25 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 from accelerate import Accelerator
+from accelerate.tracking import GeneralTracker
 
 from draftsmith.inference.report.schema import load_report
 from draftsmith.speculators.errors import ConfigError
-from draftsmith.train.processes import on_first
-from draftsmith.train.recipe.recipe import PAGE, REPORT, Recipe
+from draftsmith.train.processes import ask_trackers, on_first
+from draftsmith.train.recipe.recipe import PAGE, REPORT, Recipe, yaml_text
+from draftsmith.train.recipe.sections import RunTraining
 from draftsmith.train.regeneration.store import write_json
 
 IDS = "trackers.json"  # in the run's folder
 PREFIX = "acceptance/"  # of the report's results
+CONFIGURE = "store_init_configuration"  # accelerate's name
+CREDENTIALS = re.compile(r"(?<=://)[^/\s]+@")
 
 
 def require(recipe: Recipe) -> None:
@@ -52,12 +57,11 @@ def start(recipe: Recipe, accelerator: Accelerator) -> None:
             "wandb": {"id": run, "name": recipe.name, "resume": "allow", "dir": str(folder)},
             "trackio": {"name": name, "resume": "allow", "embed": False, "auto_log_gpu": False},
         }
-    config = {"recipe_hash": recipe.recipe_hash(), "recipe": recipe.resolved_yaml()}
     project = os.environ.get("WANDB_PROJECT", "draftsmith")
 
     def begin() -> None:
         try:
-            accelerator.init_trackers(project, config=config, init_kwargs=options)
+            accelerator.init_trackers(project, init_kwargs=options)
         except Exception as error:  # whatever their services may raise
             raise ConfigError(
                 f"{', '.join(recipe.trackers)}: cannot be started: {type(error).__name__}: {error};"
@@ -67,6 +71,37 @@ def start(recipe: Recipe, accelerator: Accelerator) -> None:
             ) from error
 
     on_first(accelerator, begin)
+
+
+def log_recipe(recipe: Recipe, accelerator: Accelerator) -> None:
+    """The recipe of a run: its values key by key, by which runs are filtered and grouped; its text
+    for tensorboard, whose hyperparameters have no parts."""
+    tree = _without_passwords(recipe.model_dump(mode="json"))
+    facts = {"recipe_hash": recipe.recipe_hash()}
+    ask_trackers(accelerator, CONFIGURE, facts | tree, where=_takes_parts)
+    text = facts | {"recipe": yaml_text(tree)}
+    ask_trackers(accelerator, CONFIGURE, text, where=lambda t: not _takes_parts(t))
+
+
+def log_training(stage: str, training: RunTraining, accelerator: Accelerator) -> None:
+    """How a stage of the training trains, with the values of its preset, which the recipe leaves
+    open where they depend on the number of rows. `stage`: its name; empty if it is the only one."""
+    key = f"training_{stage}" if stage else "training"
+    values = {key: training.model_dump(mode="json")}
+    ask_trackers(accelerator, CONFIGURE, values, where=_takes_parts)
+
+
+def _takes_parts(tracker: GeneralTracker) -> bool:
+    return tracker.name != "tensorboard"
+
+
+def _without_passwords(value: Any) -> Any:
+    """Plain data without the names and passwords that addresses have before their host."""
+    if isinstance(value, dict):
+        return {key: _without_passwords(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_without_passwords(item) for item in value]
+    return CREDENTIALS.sub("***@", value) if isinstance(value, str) else value
 
 
 def log_report(recipe: Recipe, accelerator: Accelerator, step: int) -> None:

@@ -19,6 +19,7 @@ from draftsmith.speculators.config import DrafterConfig
 from draftsmith.speculators.drafter import Drafter
 from draftsmith.train.features.row_features import RowFeatures
 from draftsmith.train.on_policy.refresh import OnPolicy
+from draftsmith.train.pipeline import trackers
 from draftsmith.train.pipeline.data_stage import Prepare, TrainingData, prepare_data
 from draftsmith.train.pipeline.drafter_stage import make_drafter, meet_tokenizers
 from draftsmith.train.pipeline.export_stage import Trained
@@ -138,6 +139,7 @@ class _Training:
         if stage.recipe.training.preset == "auto":  # the run did not know it before it had the rows
             self.stages.say(f"      {trainer.training.describe()}")
         self._write_recipe(stage)
+        trackers.log_training(stage.name, trainer.training, self.accelerator)
         title = f"train {self.recipe.family}{f': {stage.name}' if stage.name else ''}"
         with closing(stage.features):
             state = _run_trainer(trainer, self.stages, title)

@@ -7,6 +7,7 @@ import contextlib
 import json
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from accelerate import Accelerator
@@ -44,6 +45,7 @@ def run(tiny_model, tmp_path, monkeypatch):
         folder.mkdir(exist_ok=True)
         accelerator = Accelerator(cpu=True, log_with=[name], project_dir=recipe.output_dir)
         trackers.start(recipe, accelerator)
+        trackers.log_recipe(recipe, accelerator)
         trainer = make_trainer(tiny_model, folder / "checkpoints", make_recipe(steps=8))
         trainer.accelerator = accelerator
 
@@ -72,6 +74,30 @@ def test_wandb_goes_on_under_one_id(run):
     assert [path.stem for path in logs] == [f"run-{known}"] * 2  # which `wandb sync` joins
 
 
+def test_recipe_arrives_as_it_is_trained_key_by_key_or_as_text():
+    held = {name: {} for name in ("wandb", "trackio", "tensorboard")}
+    accelerator = Accelerator(cpu=True)
+    accelerator.trackers = [
+        SimpleNamespace(name=name, store_init_configuration=config.update)
+        for name, config in held.items()
+    ]
+    recipe = recipe_of(
+        "eagle3",
+        regenerate={"endpoints": ["http://me:secret@gpu1:8000/v1"]},
+        training={"preset": "auto", "steps": None, "epochs": 2},
+    )
+    trained = recipe.training_for(40)
+    trackers.log_recipe(recipe, accelerator)
+    trackers.log_training("", trained, accelerator)
+    for config in (held["wandb"], held["trackio"]):
+        assert config["family"] == "eagle3"
+        assert config["training"]["learning_rate"] == trained.learning_rate is not None
+        assert config["regenerate"]["endpoints"][0]["url"] == "http://***@gpu1:8000/v1"
+    text = held["tensorboard"].pop("recipe")
+    assert "family: eagle3" in text and "secret" not in text
+    assert held["tensorboard"] == {"recipe_hash": recipe.recipe_hash()}
+
+
 @pytest.mark.slow
 def test_curves_costs_and_the_report_arrive(run):
     pytest.importorskip("tensorboard")
@@ -97,7 +123,7 @@ class Stubborn(TensorBoardTracker):
         self._fail("start")
 
     def store_init_configuration(self, values: dict) -> None:
-        pass
+        self._fail("configure")
 
     def log(self, values: dict, step: int | None = None, **options: object) -> None:
         self._fail("log")
@@ -110,7 +136,7 @@ class Stubborn(TensorBoardTracker):
             raise ConnectionResetError("Connection lost")
 
 
-@pytest.mark.parametrize("lost_at", ["start", "log", "finish"])
+@pytest.mark.parametrize("lost_at", ["start", "configure", "log", "finish"])
 def test_tracker_that_is_lost_ends_no_run_that_has_begun(tmp_path, monkeypatch, capsys, lost_at):
     monkeypatch.setattr(Stubborn, "lost_at", lost_at)
     monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "tensorboard", Stubborn)
@@ -119,7 +145,8 @@ def test_tracker_that_is_lost_ends_no_run_that_has_begun(tmp_path, monkeypatch, 
     expected = raises_at(ConfigError, "trackers") if lost_at == "start" else nullcontext()
     with expected:
         trackers.start(recipe, accelerator)
+        trackers.log_recipe(recipe, accelerator)
         accelerator.log({"loss": 1.0}, step=1)
-        assert len(accelerator.trackers) == (lost_at != "log")
+        assert len(accelerator.trackers) == (lost_at == "finish")
         accelerator.end_training()
     assert ("Connection lost" in capsys.readouterr().err) == (lost_at != "start")
