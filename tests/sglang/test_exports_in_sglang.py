@@ -1,5 +1,6 @@
-"""Exports of trained heads in real SGLang. Its arithmetic on a CPU is a little coarser than float32:
-drafts may differ where the two largest logits are closer than some 0.005, as in none of these."""
+"""Exports of trained heads in real SGLang. Its arithmetic on a CPU is a little coarser than
+float32: drafts may differ where the two largest logits are closer than some 0.005, as in none of
+these."""
 
 from __future__ import annotations
 

@@ -292,6 +292,7 @@ def _measure(
 ) -> Lengths:
     """DataError if no conversation of the data makes a prompt."""
     from draftsmith.train.data.bad_rows import BadRow
+    from draftsmith.train.data.examples import without_weights
 
     prompts = list[int]()
     responses = list[int]()
@@ -302,7 +303,7 @@ def _measure(
             read.bad.refuse(error)
             continue
         with suppress(BadRow):  # the target writes its response
-            responses.append(len(tokenizer.rows(example)[-1]) - prompts[-1])
+            responses.append(len(tokenizer.rows(without_weights(example))[-1]) - prompts[-1])
     if not prompts:
         raise DataError(f"no conversation makes a prompt. {read.bad}", where="--data")
     config = recipe.target.sketch().config

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from draftsmith.train.data.bad_rows import BadRow
@@ -24,6 +24,7 @@ _SPEAKERS = {
 _ROLES = {name: role for role, names in _SPEAKERS.items() for name in names}
 REASONING_FIELDS = ("reasoning_content", "reasoning")
 ESCAPED = 0xDC00  # what "surrogateescape" adds to a byte that is not UTF-8
+WEIGHTS = ("weight", "train")  # of a turn, in OpenAI's files and axolotl's
 QUOTED = 20  # characters before text that is no Unicode
 
 
@@ -150,6 +151,8 @@ def _message(turn: Any, where: str) -> Message:
     rest = {k: v for k, v in turn.items() if k not in (speaker, text, "tool_calls")}
     for name in REASONING_FIELDS:
         _text(rest.get(name, ""), f"{where} ({role}): {name}")
+    for name in WEIGHTS if role == "assistant" else ():
+        _weight(rest.get(name, 1), f"{where} ({role}): {name}")
     message = {**rest, "role": role, "content": _text(content, f"{where} ({role}): {text}")}
     return message | ({"tool_calls": [_tool_call(call, where) for call in calls]} if calls else {})
 
@@ -205,6 +208,15 @@ def _text(value: Any, what: str) -> str:
     return _clean(value)
 
 
+def _weight(value: Any, what: str) -> None:
+    """Columns have it as a number of any kind, or as true and false."""
+    if not (isinstance(value, int | float) and value in (0, 1)):
+        raise ValueError(
+            f"{what}: expected 1 (true), or 0 (false) for a turn that is context alone, got"
+            f" {_quote(value)}"
+        )
+
+
 def _clean(value: Any) -> Any:
     """`value` without null entries; ValueError: text that is no Unicode."""
     if isinstance(value, str):
@@ -238,6 +250,20 @@ def _require_unicode(text: str) -> None:
 def thought_of(message: Message) -> str | None:
     """The reasoning of a message under any of its names."""
     return next((message[name] for name in REASONING_FIELDS if message.get(name)), None)
+
+
+def is_learned(message: Message) -> bool:
+    """False for an assistant turn that its data marks as context alone."""
+    return message["role"] != "assistant" or all(message.get(name, 1) for name in WEIGHTS)
+
+
+def without_weights(example: Example) -> Example:
+    """The example with every turn learned, as where the target writes the responses."""
+    messages = (
+        {key: value for key, value in message.items() if key not in WEIGHTS}
+        for message in example.messages
+    )
+    return replace(example, messages=tuple(messages))
 
 
 def says_something(message: Message) -> bool:

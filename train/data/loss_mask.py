@@ -39,6 +39,7 @@ from draftsmith.train.data.examples import (
     REASONING_FIELDS,
     Example,
     Message,
+    is_learned,
     says_something,
     thought_of,
 )
@@ -164,12 +165,12 @@ class ConversationTokenizer:
         if example.prompt is not None:
             return [self._completion_row(example)]
         messages = self._messages(example)
-        spoken = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        spoken = [i for i, message in enumerate(messages) if _is_learned_answer(message)]
         if not spoken:
             raise BadRow(
                 example.origin,
-                "the conversation has no assistant turn to learn from; turn regenerate on to have"
-                " the target answer it",
+                "the conversation has no assistant turn to learn from (one of weight 0 is context);"
+                " turn regenerate on to have the target answer it",
             )
         turns = self._turns(example, messages, spoken, max_length)
         return fewest_rows(turns, example.workload)
@@ -491,10 +492,15 @@ def _common(a: Sequence[Any], b: Sequence[Any]) -> int:
     return same
 
 
+def _is_learned_answer(message: Message) -> bool:
+    return message["role"] == "assistant" and is_learned(message)
+
+
 def _asked(messages: Sequence[Message], index: int) -> range:
-    """The places of the turns that assistant turn `index` answers."""
+    """The places of the turns that assistant turn `index` answers, behind the last one that is
+    learned."""
     begin = index
-    while begin and messages[begin - 1]["role"] != "assistant":
+    while begin and not _is_learned_answer(messages[begin - 1]):
         begin -= 1
     return range(begin, index)
 

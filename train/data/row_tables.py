@@ -17,7 +17,7 @@ from draftsmith.train.data.list_column import ListColumn
 from draftsmith.train.data.loss_mask import TokenRow
 from draftsmith.train.data.packing import PackedRow
 
-ROW_FORMAT = 1  # of tables of rows and of prompts
+ROW_FORMAT = 2  # of tables of rows and of prompts
 ARRAYS = ("input_ids", "position_ids", "segment_ids", "loss_mask")
 ROWS_AT_ONCE = 256  # packed rows that are in memory while a table is written
 

@@ -11,7 +11,7 @@ import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from draftsmith.train.data.examples import Example, Message
+from draftsmith.train.data.examples import Example, Message, is_learned
 from draftsmith.train.recipe.data_sections import Source
 
 Lists = list[list[Example]]
@@ -102,7 +102,8 @@ def _texts_of(example: Example, responses: bool) -> Iterator[tuple[str, str]]:
     if not responses and messages[-1]["role"] == "assistant":
         messages = messages[:-1]
     for message in messages:
-        yield message["role"], _normalised(_words_of(message))
+        role = message["role"] if is_learned(message) or not responses else "context"
+        yield role, _normalised(_words_of(message))
     if example.tools:
         yield "tools", _normalised(str(example.tools))
 

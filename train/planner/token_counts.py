@@ -11,7 +11,7 @@ from typing import Any
 
 from draftsmith.speculators.errors import CheckpointError
 from draftsmith.train.data.bad_rows import BadRow, BadRows
-from draftsmith.train.data.examples import Example
+from draftsmith.train.data.examples import Example, without_weights
 from draftsmith.train.data.loss_mask import ConversationTokenizer
 from draftsmith.train.data.prepare import run_tokenizer
 from draftsmith.train.data.sources import read_source
@@ -81,13 +81,14 @@ def expected_tokens(
         prompt = len(conversations.prompt_ids(example))
     except BadRow:
         return 0, 0
+    written_anew = recipe.regenerate.enabled
     try:
-        rows = conversations.rows(example)
+        rows = conversations.rows(without_weights(example) if written_anew else example)
     except BadRow:
         rows = []
-    if not recipe.regenerate.enabled or (rows and recipe.regenerate.turns == "all"):
+    if not written_anew or (rows and recipe.regenerate.turns == "all"):
         masks = [row.loss_mask[:longest] for row in rows]
-        if not recipe.regenerate.enabled:
+        if not written_anew:
             return sum(map(len, masks)), sum(int(mask.sum()) for mask in masks)
         return _written_anew([row.loss_mask for row in rows], longest, written)
     response = min(len(rows[-1]) - prompt if rows else written, written)

@@ -17,10 +17,11 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import PreTrainedTokenizerFast
 
 from draftsmith.speculators.errors import DataError
-from draftsmith.train.data.bad_rows import BadRows
-from draftsmith.train.data.examples import Example, parse_row
+from draftsmith.train.data.bad_rows import BadRow, BadRows
+from draftsmith.train.data.examples import Example, parse_row, without_weights
 from draftsmith.train.data.loss_mask import ConversationTokenizer
 from draftsmith.train.data.packing import TokenRow, collate, fit_rows, pack, prepare_rows
+from tests.support.errors import raises_at
 
 SPECIAL = "<|im_start|> <|im_end|> <s> </s> [INST] [/INST] <|begin_of_text|> <|eot_id|>".split()
 SPECIAL += "<|start_header_id|> <|end_header_id|> <bos> <start_of_turn> <end_of_turn>".split()
@@ -246,6 +247,42 @@ def test_a_moving_system_prompt_makes_rows_of_its_turns(tokenizer):
     rows = rows_of(tokenizer, MISTRAL_MOVING_SYSTEM, example)
     assert [supervised(tokenizer, row) for row in rows] == [[" hi</s>"], [" see you</s>"]]
     assert all(tokenizer.decode(row.input_ids).count("be brief") == 1 for row in rows)
+
+
+# ------------------------------------------------------------------ turns of weight 0
+
+
+def weighed(**marks) -> Example:
+    """Three answers, of which the first has `marks`, and the second bears a mark of its own."""
+    messages = [dict(message) for message in chat("a", "b", "c", "d", "e", "f").messages]
+    messages[1] |= marks
+    messages[3] |= {"weight": 1, "train": True}
+    return parse_row({"messages": [RULES, *messages]}, origin="chats.jsonl:7")
+
+
+@pytest.mark.parametrize("marks", [{"weight": 0}, {"weight": 0.0}, {"train": False}])
+def test_turn_of_weight_0_is_context(tokenizer, marks):
+    (row,) = rows_of(tokenizer, CHATML, weighed(**marks))
+    (whole,) = rows_of(tokenizer, CHATML, weighed())
+    assert row.input_ids.tolist() == whole.input_ids.tolist()
+    assert supervised(tokenizer, row) == ["d<|im_end|>", "f<|im_end|>"]
+    assert len(supervised(tokenizer, whole)) == 3
+    rows = rows_of(tokenizer, CHATML, without_weights(weighed(**marks)))
+    assert rows[0].loss_mask.tolist() == whole.loss_mask.tolist()
+    with pytest.raises(DataError, match=r"turn 1 of 7 \(system: .*does not show its text"):
+        rows_of(tokenizer, NO_SYSTEM, weighed(**marks))
+
+
+def test_conversation_of_turns_of_weight_0_has_nothing_to_learn(tokenizer):
+    messages = [chat("a").messages[0], {"role": "assistant", "content": "b", "weight": 0}]
+    with pytest.raises(DataError, match=r"chats.jsonl:7: .*no assistant turn to learn from"):
+        rows_of(tokenizer, CHATML, parse_row({"messages": messages}, origin="chats.jsonl:7"))
+
+
+@pytest.mark.parametrize("marks", [{"weight": 0.5}, {"weight": "0"}, {"train": "no"}])
+def test_weight_that_is_neither_0_nor_1_is_refused(marks):
+    with raises_at(BadRow, "chats.jsonl:7"):
+        weighed(**marks)
 
 
 # ------------------------------------------------------------------ refusals

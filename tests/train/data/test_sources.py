@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import datasets
@@ -295,6 +296,15 @@ def test_duplicates_differ_in_nothing_that_matters():
     assert [[e.origin for e in examples] for examples in kept] == [["1", "2"], ["4"], ["5", "6"]], (
         "another answer is new"
     )
+
+
+def test_duplicates_of_which_other_turns_are_learned_are_new_where_responses_are():
+    talk = example("a", "b", "c", "d", origin="1")
+    messages = [*talk.messages[:1], talk.messages[1] | {"weight": 0}, *talk.messages[2:]]
+    lists = [[talk, replace(talk, messages=tuple(messages))]]
+    for responses, count in ((True, 2), (False, 1)):
+        (kept,), _ = deduplicate(lists, responses=responses)
+        assert len(kept) == count
 
 
 def recipe_of(tmp_path: Path, rows: list[dict], held: list[dict], regenerate: bool = True, **data):

@@ -404,9 +404,13 @@ def test_count_tokens_of_a_source_without_examples_is_refused(rows, folder, tmp_
 def test_count_tokens_of_all_turns_cuts_each_response_at_the_longest_that_is_written(
     folder, tmp_path
 ):
-    turn = [{"role": "user", "content": "why"}, {"role": "assistant", "content": "so " * 90}]
+    question, answer = turn = [
+        {"role": "user", "content": "why"},
+        {"role": "assistant", "content": "so " * 90},
+    ]
     path = tmp_path / "chats.jsonl"
-    path.write_text(json.dumps({"messages": turn * 2}) + "\n")
+    talk = [*turn, question, answer | {"weight": 0}]  # which the target writes as well
+    path.write_text(json.dumps({"messages": talk}) + "\n")
 
     def counted(longest: int, row: int = 512) -> TokenCount:
         recipe = tree(folder) | {"data": {"train": [{"path": str(path)}], "max_length": row}}
