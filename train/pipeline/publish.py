@@ -29,6 +29,7 @@ from draftsmith.speculators.hub import is_repository_id, repository_id
 from draftsmith.speculators.registry import family_class
 from draftsmith.speculators.vocab.token_map import FILE as TOKEN_MAP
 from draftsmith.train.recipe.load import load_recipe
+from draftsmith.train.recipe.data_sections import CREDENTIALS
 from draftsmith.train.recipe.recipe import EXPORT, PAGE, RECIPE, REPORT, Recipe
 from draftsmith.train.regeneration.store import write_json
 
@@ -187,10 +188,11 @@ def _write_report(
 
 
 def _write_recipe(drafter: PublicDrafter, out: Path, say: Say) -> str | None:
-    """The recipe of the run, resolved; its text. None: there is none, or it names a path."""
+    """The recipe of the run, resolved and without passwords; its text. None: there is none, or it
+    names a path."""
     if drafter.recipe is None:
         return None
-    text = drafter.recipe.resolved_yaml()
+    text = CREDENTIALS.sub("***@", drafter.recipe.resolved_yaml())
     if local := LOCAL.search(text):
         say(f"{RECIPE} is not sent, since it names {local[0]}")
         return None

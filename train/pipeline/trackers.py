@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import re
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -19,6 +18,7 @@ from accelerate.tracking import GeneralTracker
 from draftsmith.inference.report.schema import load_report
 from draftsmith.speculators.errors import ConfigError
 from draftsmith.train.processes import ask_trackers, on_first
+from draftsmith.train.recipe.data_sections import CREDENTIALS
 from draftsmith.train.recipe.recipe import PAGE, REPORT, Recipe, yaml_text
 from draftsmith.train.recipe.sections import RunTraining
 from draftsmith.train.regeneration.store import write_json
@@ -26,7 +26,6 @@ from draftsmith.train.regeneration.store import write_json
 IDS = "trackers.json"  # in the run's folder
 PREFIX = "acceptance/"  # of the report's results
 CONFIGURE = "store_init_configuration"  # accelerate's name
-CREDENTIALS = re.compile(r"(?<=://)[^/\s]+@")
 
 
 def require(recipe: Recipe) -> None:

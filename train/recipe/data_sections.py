@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -12,6 +13,7 @@ from draftsmith.speculators.hub import split_revision
 from draftsmith.speculators.options import Count, NonEmptyText, PositiveInt, Section, Share
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+CREDENTIALS = re.compile(r"(?<=://)[^/\s]+@")  # that an address has before its host
 
 _SHAREGPT = {"messages": "conversations"}  # turns as {from, value}
 

@@ -139,6 +139,15 @@ def test_what_arrives_is_the_run_and_the_run_is_only_read(hub, run):
 
 
 @pytest.mark.slow
+def test_no_password_of_an_address_is_sent(copy, tmp_path):
+    recipe = load_recipe(copy / "recipe.yaml", ["regenerate.endpoints=[http://me:secret@host/v1]"])
+    (copy / "recipe.yaml").write_text(recipe.resolved_yaml())
+    files = staged(copy, tmp_path / "staged")
+    assert b"host/v1" in files["recipe.yaml"]
+    assert not any(b"secret" in content for content in files.values())
+
+
+@pytest.mark.slow
 def test_no_absolute_path_is_sent(tiny_model, tmp_path):
     root, lines = tmp_path / "somebody" / "run", []
     made_run(tiny_model, root, root.parent / "private-target")
