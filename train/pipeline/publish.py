@@ -28,8 +28,8 @@ from draftsmith.speculators.export.upload import Destination, upload
 from draftsmith.speculators.hub import is_repository_id, repository_id
 from draftsmith.speculators.registry import family_class
 from draftsmith.speculators.vocab.token_map import FILE as TOKEN_MAP
-from draftsmith.train.recipe.load import load_recipe
 from draftsmith.train.recipe.data_sections import CREDENTIALS
+from draftsmith.train.recipe.load import load_recipe
 from draftsmith.train.recipe.recipe import EXPORT, PAGE, RECIPE, REPORT, Recipe
 from draftsmith.train.regeneration.store import write_json
 
