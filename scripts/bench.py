@@ -201,15 +201,15 @@ def peers_minutes(results: dict[str, Any]) -> Rows:
 
 
 def gpu(results: dict[str, Any]) -> Rows:
-    """The JSON of bench_gpu.py -> a row per step and way of decoding."""
+    """The JSON of bench_gpu.py -> a row per step and way of decoding, of those that are there."""
     from scripts import bench_gpu, roofline
 
     rates = roofline.Rates(**results["rates"])
     steps = [bench_gpu.training_cells(result) for result in results["training"]]
-    decoded = [bench_gpu.decoding_cells(result, rates) for result in results["decoding"]]
+    decoded = [bench_gpu.decoding_cells(x, rates) for x in results.get("decoding", [])]
     empty = [""] * (len(bench_gpu.COLUMNS) - len(bench_gpu.DECODING))
-    heads = [f"*{name}*" for name in bench_gpu.DECODING]
-    return [list(bench_gpu.COLUMNS), *steps, heads + empty, *(row + empty for row in decoded)]
+    heads = [[f"*{name}*" for name in bench_gpu.DECODING]] if decoded else []
+    return [list(bench_gpu.COLUMNS), *steps, *(row + empty for row in heads + decoded)]
 
 
 def gpu_tests(results: dict[str, Any]) -> Rows:

@@ -7,12 +7,16 @@ phase, beside what the device could do at best.
 The bound of a phase is its work by shapes (scripts/roofline.py) over rates that are measured first.
 Phases are those of the trainer's telemetry; of `drafter`, the objective is timed by itself. What
 is left of a step is `waits`: the host between phases. The target keeps as many of its layers as fit
-half of the free memory. What does not fit, or fails, is named, and the others go on; the file is
-written after every step that was measured."""
+half of the free memory. What does not fit, or fails, is named, and the others go on.
+
+The first measurements say most: one head's step, then decoding, then the other heads and rows. The
+file is written after each, and a second start with the same file, commit and machine goes on where
+the first has ended. Between two starts, `bench_peers.py --device cuda` has the peer's step."""
 
 from __future__ import annotations
 
 import gc
+import json
 import sys
 import tempfile
 import time
@@ -40,6 +44,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from draftsmith.inference import LLM, SamplingParams
 from draftsmith.inference.outputs import RequestOutput
+from draftsmith.inference.provenance import git_commit
 from draftsmith.speculators.errors import DraftsmithError
 from draftsmith.speculators.export import export_drafter
 from draftsmith.speculators.hub import one_line
@@ -63,12 +68,13 @@ from scripts.measuring import (
 PHASES = ("target", "head", "objective", "optimizer")
 COLUMNS = ("head", "rows", "s", *PHASES, "waits", "tokens/s", "of bound", "GB", "plan")
 DECODING = ("rounds", "drafting", "ms a token", "bound", "of bound")
+NONE = "–"
 
 
 @dataclass(frozen=True)
 class Shapes:
-    """A target, its heads by family (the drafter's section of a recipe), the rows and tokens of
-    steps, and the prompt and response that are decoded."""
+    """A target, its heads by family (the drafter's section of a recipe) and the rows and tokens of
+    steps, both from what says most, and the prompt and response that are decoded."""
 
     config: dict[str, int]
     dtype: str
@@ -94,7 +100,7 @@ LARGE = Shapes(  # Qwen3-8B's, and its recipes'
         "draft_model": {"from_target": {"last": 3}},
         "mtp": {"unroll_steps": 3},
     },
-    ((1, 2048), (8, 4096), (1, 32768)),
+    ((8, 4096), (1, 2048), (1, 32768)),
     prompt=128,
     written=64,
     product=8192,
@@ -109,7 +115,7 @@ TINY = Shapes(
         "draft_model": {"from_target": {"last": 1}},
         "mtp": {"unroll_steps": 2},
     },
-    ((1, 64), (2, 128)),
+    ((2, 128), (1, 64)),
     prompt=16,
     written=8,
     product=256,
@@ -244,6 +250,7 @@ def training(
 ) -> tuple[dict[str, Any], dict[str, roofline.Work]]:
     """Medians of a step's seconds by phase, its peak memory beside the plan's formula, and its work
     by shapes."""
+    others = _held(device) - (sum(p.nbytes for p in model.parameters()) if device == "cuda" else 0)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         model.config.save_pretrained(folder)
@@ -256,7 +263,7 @@ def training(
         phases.watch(trainer)
         try:
             timed_step(trainer, phases, device)  # kernels are compiled
-            held = torch.cuda.memory_allocated() if device == "cuda" else 0
+            held = _held(device) - others
             _, peak = with_peak_memory(lambda: timed_step(trainer, phases, device), device)
             steps = [timed_step(trainer, phases, device) for _ in range(repeats)]
         finally:
@@ -280,13 +287,20 @@ def training(
     return result, work
 
 
-def decoding(model: Any, shapes: Shapes, device: str, folder: Path) -> Iterator[dict[str, Any]]:
-    """Milliseconds a token of one row, with an EAGLE-3 head and without, eager and compiled, beside
-    the bytes that a round must read."""
+def _held(device: str) -> int:
+    """Bytes of the GPU that are in use; on a CPU the peak alone is known."""
+    return torch.cuda.memory_allocated() if device == "cuda" else 0
+
+
+def decoding(
+    model: Any, shapes: Shapes, device: str, eager: bool, folder: Path
+) -> list[dict[str, Any]]:
+    """Milliseconds a token of one row, without a head and with an EAGLE-3 head, beside the bytes
+    that a round must read."""
     options = shapes.heads["eagle3"]
-    config = config_for_target(
-        FrozenTarget(model), "eagle3", draft_vocab_size=options["draft_vocab_size"]
-    )
+    probe = FrozenTarget(model)
+    config = config_for_target(probe, "eagle3", draft_vocab_size=options["draft_vocab_size"])
+    probe.close()
     target = FrozenTarget(model, config.tap_layers)
     drafter = family_class("eagle3")(config).attach(target).to(device)
     drafter.initialise_from(target)
@@ -300,8 +314,9 @@ def decoding(model: Any, shapes: Shapes, device: str, folder: Path) -> Iterator[
     }
     params = SamplingParams(temperature=0, max_tokens=shapes.written, ignore_eos=True)
     traced = {"mode": 3, "backend": "eager"} if device == "cpu" else None  # no default there
-    for eager in (True, False):
-        how = {"enforce_eager": True} if eager else {"compilation_config": traced}
+    how = {"enforce_eager": True} if eager else {"compilation_config": traced}
+    results = []
+    try:
         llm = LLM(target, speculative_config=drafting, **how, **limits)
         llm.warm_up(longest=longest)
         for speculate in (False, True):
@@ -311,14 +326,17 @@ def decoding(model: Any, shapes: Shapes, device: str, folder: Path) -> Iterator[
             rounds = len(output.metrics.accepted_per_round)
             head = drafter if speculate else None
             size = roofline.round_bytes(model, longest, model.dtype.itemsize, head, drafts)
-            yield {
-                "rounds": "eager" if output.metrics.num_compiled_rounds == 0 else "compiled",
-                "drafting": speculate,
-                "ms_per_token": 1e3 * seconds / shapes.written,
-                "bytes_per_token": size * rounds / shapes.written,
-            }
-        del llm
-        free_memory()
+            results.append(
+                {
+                    "rounds": "eager" if output.metrics.num_compiled_rounds == 0 else "compiled",
+                    "drafting": speculate,
+                    "ms_per_token": 1e3 * seconds / shapes.written,
+                    "bytes_per_token": size * rounds / shapes.written,
+                }
+            )
+    finally:
+        target.close()  # its hooks on the model, which others use after it
+    return results
 
 
 def _timed(generate: Callable[[], list[RequestOutput]]) -> tuple[float, RequestOutput]:
@@ -348,7 +366,7 @@ def training_cells(result: dict[str, Any]) -> list[str]:
     """A step's row of the table: seconds, the share of the bound that each phase reaches, tokens
     per second, memory beside the plan's. `result`: with the bound of each phase."""
     if "fault" in result:
-        return [result["head"], result["rows"], result["fault"], *["–"] * (len(COLUMNS) - 3)]
+        return [result["head"], result["rows"], result["fault"], *[NONE] * (len(COLUMNS) - 3)]
     bounds = result["bounds"]
     phases = result["phases"]
     shown = [f"{1e3 * phases[p]:.1f} ({bounds[p] / max(phases[p], 1e-9):.0%})" for p in PHASES]
@@ -368,6 +386,8 @@ def training_cells(result: dict[str, Any]) -> list[str]:
 
 def decoding_cells(result: dict[str, Any], rates: roofline.Rates) -> list[str]:
     """A row of the table of decoding."""
+    if "fault" in result:
+        return [result["rounds"], NONE, result["fault"], *[NONE] * (len(DECODING) - 3)]
     bound = 1e3 * result["bytes_per_token"] / rates.bandwidth
     return [
         result["rounds"],
@@ -378,81 +398,174 @@ def decoding_cells(result: dict[str, Any], rates: roofline.Rates) -> list[str]:
     ]
 
 
-def with_fault(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Its result, or what has failed: memory, or a kernel."""
+@dataclass(frozen=True)
+class Piece:
+    """What is measured at once. `kind`: "training" or "decoding"; `names`: what a table calls it;
+    `work`: its results, a row each."""
+
+    kind: str
+    names: dict[str, str]
+    work: Callable[[], list[dict[str, Any]]]
+
+    @property
+    def key(self) -> str:
+        """By which the file knows it."""
+        return " ".join((self.kind, *self.names.values()))
+
+
+def results_of(piece: Piece) -> list[dict[str, Any]]:
+    """Its results with its key and seconds, or what has failed: memory, or a kernel."""
+    began = time.perf_counter()
     try:
-        return work()
+        results = piece.work()
     except torch.OutOfMemoryError:
-        return {"fault": "out of memory"}
+        results = [{"fault": "out of memory"}]
     except (DraftsmithError, RuntimeError) as error:
         traceback.print_exc()
-        return {"fault": escape(one_line(error)[:200])}
-    finally:
-        gc.collect()
+        results = [{"fault": escape(one_line(error)[:200])}]
+    seconds = time.perf_counter() - began
+    return [{"piece": piece.key, "took": seconds} | piece.names | result for result in results]
+
+
+def works_still(device: str) -> bool:
+    """Frees what nobody holds; False if an error has left the device to no more use of this
+    process, as a kernel's illegal address does."""
+    gc.collect()
+    try:
         free_memory()
+        if device == "cuda":
+            torch.cuda.synchronize()
+    except RuntimeError:
+        return False
+    return True
 
 
-def training_steps(
+def all_pieces(
     families: Iterable[str],
     model: Any,
     shapes: Shapes,
     device: str,
     repeats: int,
     rates: roofline.Rates,
-) -> Iterator[dict[str, Any]]:
-    """The steps of every family at every shape, or the fault of each, with the bounds of their
-    phases."""
-    for family in families:
-        for rows, length in shapes.steps:
+) -> list[Piece]:
+    """Those that say most come first: the first head's step, decoding, then the other heads and
+    rows."""
 
-            def one(family: str = family, rows: int = rows, length: int = length) -> dict[str, Any]:
-                result, work = training(family, model, shapes, rows, length, device, repeats)
-                bounds = {phase: part.seconds(rates) for phase, part in work.items()}
-                works = {phase: asdict(part) for phase, part in work.items()}
-                return result | {"bounds": bounds, "work": works}
+    def step(family: str, rows: int, length: int) -> list[dict[str, Any]]:
+        result, work = training(family, model, shapes, rows, length, device, repeats)
+        bounds = {phase: part.seconds(rates) for phase, part in work.items()}
+        works = {phase: asdict(part) for phase, part in work.items()}
+        return [result | {"bounds": bounds, "work": works}]
 
-            yield {"head": family, "rows": f"{rows} × {length:,}", **with_fault(one)}
+    def tokens(eager: bool) -> list[dict[str, Any]]:
+        with tempfile.TemporaryDirectory() as folder:
+            return decoding(model, shapes, device, eager, Path(folder))
+
+    first, *others = [
+        Piece(
+            "training",
+            {"head": family, "rows": f"{rows} × {length:,}"},
+            partial(step, family, rows, length),
+        )
+        for rows, length in shapes.steps
+        for family in families
+    ]
+    decoded = [
+        Piece("decoding", {"rounds": rounds}, partial(tokens, rounds == "eager"))
+        for rounds in ("compiled", "eager")
+    ]
+    return [first, *decoded, *others]
+
+
+def begun(file: Path | None, tree: dict[str, Any]) -> dict[str, Any]:
+    """What an earlier start of the same measurements has written to the file, else `tree`; rates
+    are those that were measured first."""
+    if file is None or not file.exists():
+        return tree
+    earlier = json.loads(file.read_text(encoding="utf-8"))
+    same = all(earlier.get(name) == tree[name] for name in ("machine", "about", "commit"))
+    return earlier if same else tree
+
+
+def measure(
+    pieces: Iterable[Piece], tree: dict[str, Any], device: str, report: Callable[[str], None]
+) -> Iterator[list[dict[str, Any]]]:
+    """The results of the pieces that `tree` has not, each after it was put there; those that failed
+    before come last. `report`: is told what is left."""
+    results = tree["training"] + tree["decoding"]
+    took = {result["piece"]: result["took"] for result in results}
+    failed = {result["piece"] for result in results if "fault" in result}
+    done = took.keys() - failed
+    left = [piece for piece in pieces if piece.key not in done]
+    left.sort(key=lambda piece: piece.key in failed)
+    if done:
+        report(f"measurements of an earlier start: {len(done)}; without its file all are new")
+    while left:
+        if took:
+            seconds = len(left) * sum(took.values()) / len(took)
+            report(f"measurements left: {len(left)}, some {seconds:.0f} s")
+        piece = left.pop(0)
+        new = results_of(piece)
+        took[piece.key] = new[0]["took"]
+        tree[piece.kind] = [x for x in tree[piece.kind] if x["piece"] != piece.key] + new
+        yield new
+        if not works_still(device):
+            sys.exit(
+                "bench_gpu: the GPU is of no more use to this process; start it again to go on"
+            )
+
+
+def tables(tree: dict[str, Any], cells: dict[str, Any]) -> Iterator[Table]:
+    """All that was measured, by kind. `cells`: of a kind's result."""
+    steps = table("a training step: ms (share of the bound)", *COLUMNS, left=2)
+    decoded = table("decoding, one row: ms a token", *DECODING, left=2)
+    for kind, shown in (("training", steps), ("decoding", decoded)):
+        for result in tree[kind]:
+            shown.add_row(*cells[kind](result))
+        yield shown
 
 
 def main(
     device: Annotated[Literal["cuda", "cpu"], typer.Option(help="cpu: tiny shapes.")] = "cuda",
     head: Annotated[list[str] | None, typer.Option(help="Of these families only.")] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Timed steps.")] = 5,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Also write them there.")] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Also write them there, or go on from there.")
+    ] = None,
 ) -> None:
     """Time training steps by phase and decoding on one GPU, beside what it could do at best."""
     shapes = LARGE if device == "cuda" else TINY
     layers = fitting_layers(shapes, device)
     name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
-    rates = measured_rates(shapes, device)
-    machine = f"{name}, torch {torch.__version__}"
     about = f"{layers} of {shapes.config['num_hidden_layers']} layers of the target"
-    model = random_target(shapes.config | {"num_hidden_layers": layers}, device, shapes.dtype)
+    tree = begun(
+        json_file,
+        {
+            "machine": f"{name}, torch {torch.__version__}",
+            "about": f"{about}, {repeats} timed steps",
+            "commit": git_commit(Path(__file__).parent),
+            "rates": asdict(measured_rates(shapes, device)),
+            "training": [],
+            "decoding": [],
+        },
+    )
+    rates = roofline.Rates(**tree["rates"])
     console = Console(width=140)
     console.print(
-        f"{machine}: {rates.flops / 1e12:,.2f} TFLOP/s of products in {shapes.dtype},"
+        f"{tree['machine']}: {rates.flops / 1e12:,.2f} TFLOP/s of products in {shapes.dtype},"
         f" {rates.bandwidth / 1e9:,.0f} GB/s of copies; {about}"
     )
-    tree: dict[str, Any] = {"machine": machine, "about": about, "rates": asdict(rates)}
-
-    def measured(kind: str, results: Iterator[dict[str, Any]], shown: Table, cells: Any) -> None:
-        """Shows each result as it comes, and all as a table; the file has what there is."""
-        tree[kind] = []
+    model = random_target(shapes.config | {"num_hidden_layers": layers}, device, shapes.dtype)
+    pieces = all_pieces(head or shapes.heads, model, shapes, device, repeats, rates)
+    cells = {"training": training_cells, "decoding": partial(decoding_cells, rates=rates)}
+    for results in measure(pieces, tree, device, console.print):
+        if json_file is not None:
+            save_json(json_file, tree)
         for result in results:
-            tree[kind].append(result)
-            shown.add_row(*cells(result))
-            console.print("  ".join(cells(result)))
-            if json_file is not None:
-                save_json(json_file, tree)
+            kind = "decoding" if "rounds" in result else "training"
+            console.print("  ".join(cells[kind](result)))
+    for shown in tables(tree, cells):
         console.print(shown)
-
-    steps = training_steps(head or shapes.heads, model, shapes, device, repeats, rates)
-    shown = table("a training step: ms (share of the bound)", *COLUMNS, left=2)
-    measured("training", steps, shown, training_cells)
-    shown = table("decoding, one row: ms a token", *DECODING, left=2)
-    with tempfile.TemporaryDirectory() as folder:
-        runs = decoding(model, shapes, device, Path(folder))
-        measured("decoding", runs, shown, partial(decoding_cells, rates=rates))
 
 
 if __name__ == "__main__":

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
-from scripts import bench_gpu, measuring, roofline
+from scripts import bench, bench_gpu, measuring, roofline
 
 ROWS, LENGTH = 2, 32
 
@@ -101,6 +102,32 @@ def test_bound_is_arithmetic_or_memory():
     assert roofline.Work(200.0, 50.0).seconds(rates) == 5.0
 
 
+PIECES = {
+    "training eagle3 2 × 128": ("training", {"head": "eagle3", "rows": "2 × 128"}),
+    "decoding compiled": ("decoding", {"rounds": "compiled"}),
+    "training mtp 2 × 128": ("training", {"head": "mtp", "rows": "2 × 128"}),
+}
+
+
+def measured(
+    tree: dict[str, Any], faults: dict[str, BaseException], names: Iterable[str] = PIECES
+) -> list[str]:
+    """Measures what `tree` lacks of these pieces, which are done at once or fail; the keys of those
+    that were tried."""
+    tried = []
+
+    def work(key: str) -> list[dict[str, Any]]:
+        tried.append(key)
+        if key in faults:
+            raise faults[key]
+        return [{}]
+
+    pieces = [bench_gpu.Piece(*PIECES[key], partial(work, key)) for key in names]
+    with suppress(KeyboardInterrupt):
+        list(bench_gpu.measure(pieces, tree, "cpu", print))
+    return tried
+
+
 @pytest.mark.parametrize(
     "error, said",
     [
@@ -108,25 +135,44 @@ def test_bound_is_arithmetic_or_memory():
         (RuntimeError("no kernel\nfor [/this]"), "no kernel for \\[/this]"),
     ],
 )
-def test_step_that_fails_is_a_row_that_says_so(error, said):
-    def work():
-        raise error
+def test_piece_that_fails_is_a_row_that_says_so(error, said):
+    tree = {"training": [], "decoding": [], "rates": {"flops": 1.0, "bandwidth": 1.0}}
+    faults = dict.fromkeys(PIECES, error)
+    assert measured(tree, faults) == list(PIECES)
+    assert {result["fault"] for result in tree["training"] + tree["decoding"]} == {said}
+    rows = bench.gpu(tree)
+    assert len(rows) == 5 and {len(row) for row in rows} == {len(bench_gpu.COLUMNS)}
+    del tree["decoding"]  # as of a start that was cut
+    assert bench.gpu(tree) == rows[:3]
 
-    result = {"head": "mtp", "rows": "8 × 4,096", **bench_gpu.with_fault(work)}
-    cells = bench_gpu.training_cells(result)
-    assert len(cells) == len(bench_gpu.COLUMNS) and cells[2] == said
+
+def test_start_goes_on_where_the_last_was_cut_and_tries_what_failed_at_last():
+    first, second, third = PIECES
+    tree = {"training": [], "decoding": []}
+    faults = {first: RuntimeError("no kernel"), third: KeyboardInterrupt()}
+    assert measured(tree, faults) == [first, second, third]
+    assert measured(tree, {}) == [third, first]
+    assert measured(tree, {}) == []
+    assert sorted(x["piece"] for x in tree["training"]) == sorted((first, third))
+    assert not any("fault" in x for x in tree["training"])
 
 
-def test_file_has_the_steps_before_one_that_ends_the_process(tmp_path: Path, monkeypatch):
-    def steps(*_):
-        yield {"head": "eagle3", "rows": "1 × 64", "fault": "out of memory"}
-        raise KeyboardInterrupt
+def test_pieces_begin_with_a_step_and_decoding():
+    rates = roofline.Rates(1.0, 1.0)
+    for shapes in (bench_gpu.LARGE, bench_gpu.TINY):
+        pieces = bench_gpu.all_pieces(shapes.heads, None, shapes, "cpu", 1, rates)
+        assert [piece.kind for piece in pieces[:4]] == ["training", *["decoding"] * 2, "training"]
+        assert len({piece.key for piece in pieces}) == len(shapes.heads) * len(shapes.steps) + 2
 
-    monkeypatch.setattr(bench_gpu, "training_steps", steps)
-    file = tmp_path / "gpu.json"
-    with pytest.raises(KeyboardInterrupt):
-        bench_gpu.main(device="cpu", repeats=1, json_file=file)
-    assert [step["head"] for step in json.loads(file.read_text())["training"]] == ["eagle3"]
+
+def test_device_that_an_error_has_ended_ends_the_start_behind_its_row(monkeypatch):
+    tree = {"training": [], "decoding": []}
+    monkeypatch.setattr(bench_gpu, "works_still", lambda device: False)
+    with pytest.raises(SystemExit, match="start it again"):
+        measured(tree, {key: RuntimeError("illegal address") for key in PIECES})
+    assert [x["fault"] for x in tree["training"]] == ["illegal address"]
+    monkeypatch.undo()
+    assert measured(tree, {}) == [*list(PIECES)[1:], next(iter(PIECES))]
 
 
 def test_phases_of_a_step_and_its_waits_are_its_time():
@@ -138,18 +184,44 @@ def test_phases_of_a_step_and_its_waits_are_its_time():
 
 
 @pytest.mark.slow
-def test_bench_runs_on_a_cpu_and_its_tables_are_rows(tmp_path: Path):
+def test_bench_runs_on_a_cpu_goes_on_and_its_tables_are_rows(tmp_path: Path, monkeypatch):
     file = tmp_path / "gpu.json"
-    bench_gpu.main(device="cpu", head=["eagle3", "dflash"], repeats=1, json_file=file)
+    steps = bench_gpu.timed_step
+    counted = []
+
+    def cut(*arguments):
+        counted.append(arguments)
+        if len(counted) == 4:  # a head's first shape has three
+            raise KeyboardInterrupt
+        return steps(*arguments)
+
+    monkeypatch.setattr(bench_gpu, "timed_step", cut)
+    with pytest.raises(KeyboardInterrupt):
+        bench_gpu.main(device="cpu", head=["eagle3", "dflash"], repeats=1, json_file=file)
     tree = json.loads(file.read_text())
-    steps = tree["training"]
-    assert [s["head"] for s in steps] == ["eagle3"] * 2 + ["dflash"] * 2
-    for step in steps:
+    assert len(tree["training"]) == 1
+    ways = [(run["rounds"], run["drafting"]) for run in tree["decoding"]]
+    assert ways == [(how, on) for how in ("compiled", "eager") for on in (False, True)]
+    bench_gpu.main(device="cpu", head=["eagle3", "dflash"], repeats=1, json_file=file)
+    assert len(counted) == 4 + 3 * 3
+    earlier, tree = tree, json.loads(file.read_text())
+    assert tree["training"][:1] == earlier["training"]
+    assert tree["decoding"] == earlier["decoding"] and tree["rates"] == earlier["rates"]
+    assert [s["head"] for s in tree["training"]] == ["eagle3", "dflash"] * 2
+    for step in tree["training"]:
         assert set(step["bounds"]) == set(bench_gpu.PHASES)
         assert step["peak"] >= 0 < step["plan"]
         assert sum(step["phases"].values()) == pytest.approx(step["seconds"], rel=0.05)
-        assert len(bench_gpu.training_cells(step)) == len(bench_gpu.COLUMNS)
-    ways = [(run["rounds"], run["drafting"]) for run in tree["decoding"]]
-    assert ways == [(how, on) for how in ("eager", "compiled") for on in (False, True)]
-    rates = SimpleNamespace(**tree["rates"])
-    assert all(len(bench_gpu.decoding_cells(run, rates)) == 5 for run in tree["decoding"])
+    rows = bench.gpu(tree)
+    assert len(rows) == 1 + 4 + 1 + 4
+    assert {len(row) for row in rows} == {len(bench_gpu.COLUMNS)}
+
+
+def test_file_of_another_commit_or_machine_begins_anew(tmp_path: Path):
+    file = tmp_path / "gpu.json"
+    tree = {"machine": "a", "about": "b", "commit": "c", "training": []}
+    earlier = tree | {"training": [{"piece": "x"}]}
+    measuring.save_json(file, earlier)
+    assert bench_gpu.begun(file, tree) == earlier
+    for name in ("machine", "about", "commit"):
+        assert bench_gpu.begun(file, tree | {name: "other"})["training"] == []
