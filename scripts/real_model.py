@@ -14,7 +14,8 @@ What may lie in DIR, each of which is otherwise taken from its usual place or le
 
 It needs nothing but Python 3.11: where this interpreter has not the project's packages, an
 environment is made of the wheels. The table is written after every row, and a step that fails does
-not keep the others from running. A second start goes on where the first has ended."""
+not keep the others from running: a suite is measured here first, then in vLLM. A second start goes
+on where the first has ended."""
 
 from __future__ import annotations
 
@@ -41,6 +42,7 @@ GPU = shutil.which("nvidia-smi") is not None
 IN_VLLM = HEADS if GPU else ("eagle3",)  # its CPU runner has no DSpark
 COLUMNS = ("head", "prompts", "τ", "expected", "in vLLM", "speedup", "in vLLM", "mismatches")
 NONE = "–"
+REPORT = "acceptance.json"
 
 
 class StepFailed(Exception):
@@ -116,21 +118,21 @@ def train_words(job: Job, head: str) -> list[str]:
     ]
 
 
-def evaluate_words(job: Job, head: str, suite: str, file: Path, vllm: Path | None) -> list[str]:
-    """The arguments of `draftsmith` that measure an export on a suite."""
+def evaluate_words(job: Job, head: str, suite: str, file: Path, engine: str) -> list[str]:
+    """The arguments of `draftsmith` that measure an export on a suite, in one engine."""
     words = ["evaluate", "--model", str(job.model), "--drafter", str(job.out / head / "export")]
     words += ["--suite", suite, "--suite-path", str(file), "--temperature", "0"]
     words += ["--max-tokens", str(job.tokens), "--repeats", "3"]
     if job.measured is not None:
         words += ["--prompts-per-workload", str(job.measured)]
-    if vllm is not None and head in IN_VLLM:
-        words += ["--engine", "draftsmith", "--engine", "vllm"]
-    return [*words, "--out", str(job.out / f"{head}-{suite}")]
+    name = f"{head}-{suite}" + ("-vllm" if engine == "vllm" else "")
+    return [*words, "--engine", engine, "--out", str(job.out / name)]
 
 
-def cells(head: str, suite: str, report: dict[str, Any]) -> list[str]:
-    """A row of the table, of the report of a head on a suite."""
-    pooled = {cell["engine"]: cell for cell in report["results"] if cell["workload"] == "all"}
+def cells(head: str, suite: str, *reports: dict[str, Any]) -> list[str]:
+    """A row of the table, of the reports of a head on a suite, here and perhaps in vLLM."""
+    results = [cell for report in reports for cell in report["results"]]
+    pooled = {cell["engine"]: cell for cell in results if cell["workload"] == "all"}
     ours = pooled["draftsmith"]
     vllm = pooled.get("vllm", {})
     expected = (ours.get("expected") or {}).get("acceptance_length")
@@ -205,33 +207,36 @@ def vllm_python(job: Job) -> Path | None:
 class Table:
     """The rows so far, in a file that is renewed with every row, and what has failed."""
 
-    def __init__(self, file: Path) -> None:
+    def __init__(
+        self, file: Path, draftsmith: Sequence[str | Path], environment: dict[str, str]
+    ) -> None:
         self.file = file
-        self.rows: list[list[str]] = []
+        self._draftsmith = draftsmith
+        self._environment = environment
+        self.rows: dict[tuple[str, str], list[str]] = {}
         self.faults: list[str] = []
 
-    def add(self, head: str, prompts: str, report: Path) -> None:
-        """The row of a report."""
-        self.rows.append(cells(head, prompts, json.loads(report.read_text(encoding="utf-8"))))
-        self.file.write_text(markdown(self.rows), encoding="utf-8")
+    def add(self, head: str, prompts: str, *reports: Path) -> None:
+        """The row of the reports of a head, in the place of an earlier one."""
+        trees = [json.loads(report.read_text(encoding="utf-8")) for report in reports]
+        self.rows[head, prompts] = cells(head, prompts, *trees)
+        self.file.write_text(markdown(list(self.rows.values())), encoding="utf-8")
 
-    def done(self, words: Sequence[str | Path], environment: dict[str, str]) -> bool:
-        """True if the command succeeds; another's fault is noted."""
+    def measured(self, report: Path, words: Sequence[str]) -> bool:
+        """True if an earlier start has written this report by these arguments of `draftsmith`, or
+        they do so now; a fault is noted."""
+        said = report.parent.with_name(f"{report.parent.name}.command")
+        command = shlex.join(words)
+        if report.exists() and said.exists() and said.read_text(encoding="utf-8") == command:
+            return True
         try:
-            run(words, environment)
+            run([*self._draftsmith, *words], self._environment)
         except StepFailed as error:
             print(f"real_model: {error}", flush=True)
             self.faults.append(str(error))
             return False
+        said.write_text(command, encoding="utf-8")
         return True
-
-
-def is_measured(report: Path, words: Sequence[str]) -> bool:
-    """True if an earlier start has written this report, by all engines that `words` ask for."""
-    if not report.exists():
-        return False
-    results = json.loads(report.read_text(encoding="utf-8"))["results"]
-    return "vllm" not in words or any(cell["engine"] == "vllm" for cell in results)
 
 
 def do(job: Job) -> Table:
@@ -248,24 +253,37 @@ def do(job: Job) -> Table:
     if vllm is not None:
         environment["DRAFTSMITH_VLLM_PYTHON"] = str(vllm)
     draftsmith = (python, "-m", "draftsmith.train.cli")
-    table = Table(job.out / "table.md")
+    table = Table(job.out / "table.md", draftsmith, environment)
     for head in HEADS:
-        if not table.done([*draftsmith, *train_words(job, head)], environment):
-            continue
-        table.add(head, "held out", job.out / head / "acceptance.json")
-        for suite, file in job.suites.items():
-            words = evaluate_words(job, head, suite, file, vllm)
-            report = job.out / f"{head}-{suite}" / "acceptance.json"
-            if is_measured(report, words) or table.done([*draftsmith, *words], environment):
-                table.add(head, suite, report)
+        do_head(job, head, table, vllm is not None and head in IN_VLLM)
     return table
+
+
+def do_head(job: Job, head: str, table: Table, in_vllm: bool) -> None:
+    """Trains a head, and measures it on every suite, here before in vLLM."""
+    report = job.out / head / REPORT
+    if not table.measured(report, train_words(job, head)):
+        return
+    table.add(head, "held out", report)
+    ours: dict[str, Path] = {}
+    for suite, file in job.suites.items():
+        words = evaluate_words(job, head, suite, file, "draftsmith")
+        report = Path(words[-1]) / REPORT
+        if table.measured(report, words):
+            ours[suite] = report
+            table.add(head, suite, report)
+    for suite in ours if in_vllm else ():
+        words = evaluate_words(job, head, suite, job.suites[suite], "vllm")
+        report = Path(words[-1]) / REPORT
+        if table.measured(report, words):
+            table.add(head, suite, ours[suite], report)
 
 
 def job_of(arguments: Sequence[str] | None = None) -> Job:
     """What the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--beside", type=Path, default=ROOT, help="folder with model, prompts, …")
-    parser.add_argument("--out", type=Path, default=OUT, help="where everything is written")
+    parser.add_argument("--out", type=Path, help="where everything is written")
     parser.add_argument(
         "--limit", type=int, default=10_000, help="conversations that are trained on"
     )
@@ -275,7 +293,7 @@ def job_of(arguments: Sequence[str] | None = None) -> Job:
     )
     chosen = parser.parse_args(arguments)
     beside = chosen.beside.resolve()
-    out = chosen.out.resolve()
+    out = (chosen.out or (OUT / "dry-run" if chosen.dry_run else OUT)).resolve()
     if chosen.dry_run:
         return Job(beside, out, limit=20, minutes=0.5, measured=1, tokens=16)
     return Job(beside, out, chosen.limit, chosen.minutes, measured=None, tokens=256)
@@ -288,7 +306,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         table = do(job)
     except StepFailed as error:
         sys.exit(f"real_model: {error}")
-    print(f"\n{markdown(table.rows)}\nwritten to {table.file}")
+    print(f"\n{markdown(list(table.rows.values()))}\nwritten to {table.file}")
     if table.faults:
         sys.exit("\n".join(f"real_model: {fault}" for fault in table.faults))
 

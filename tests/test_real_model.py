@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -48,15 +49,19 @@ def test_training_it_asks_for_is_a_recipe_within_its_limits(head, beside, tmp_pa
     assert Path(checked.output_dir) == tmp_path / head
     dry = real_model.job_of(["--dry-run", "--beside", str(beside)])
     assert load_recipe(recipe, real_model.train_words(dry, head)[2:]).data.train[0].limit == 20
+    assert dry.out != real_model.job_of([]).out
 
 
-def test_report_of_a_suite_is_a_row_with_both_engines():
-    both = in_engine(make_report(), "vllm")
-    report = json.loads(both.model_dump_json())
-    report["results"] += json.loads(make_report().model_dump_json())["results"]
-    row = real_model.cells("eagle3", "mt_bench", report)
+def report_of(engine: str) -> dict[str, Any]:
+    """A report of one engine."""
+    report = make_report() if engine == "draftsmith" else in_engine(make_report(), engine)
+    return json.loads(report.model_dump_json())
+
+
+def test_reports_of_a_suite_are_a_row_with_both_engines():
+    row = real_model.cells("eagle3", "mt_bench", report_of("draftsmith"), report_of("vllm"))
     assert len(row) == len(real_model.COLUMNS) and real_model.NONE not in row
-    alone = real_model.cells("dspark", "mt_bench", json.loads(make_report().model_dump_json()))
+    alone = real_model.cells("dspark", "mt_bench", report_of("draftsmith"))
     assert alone[4] == alone[6] == real_model.NONE
     assert real_model.markdown([row]).count("\n") == 3
 
@@ -90,7 +95,8 @@ class Commands:
         if folder.name in self.fail:
             raise real_model.StepFailed(f"{folder.name} ended")
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "acceptance.json").write_text(make_report().model_dump_json())
+        engine = "vllm" if "vllm" in words else "draftsmith"
+        (folder / "acceptance.json").write_text(json.dumps(report_of(engine)))
 
 
 @pytest.fixture
@@ -113,8 +119,7 @@ def test_start_after_the_machine_was_gone_goes_on_with_the_table(beside, tmp_pat
     assert table.read_text().count("\n") == 2 + 3
     commands.most = 100
     real_model.do(job)
-    # a training skips what it has done itself
-    assert commands.folders[3:] == ["eagle3", "dspark", "dspark-humaneval"]
+    assert commands.folders[3:] == ["dspark-humaneval"]
     assert table.read_text().count("\n") == 2 + 4
 
 
@@ -126,12 +131,21 @@ def test_step_that_fails_is_named_and_the_others_run(beside, tmp_path, commands,
     assert "| dspark | held out |" in capsys.readouterr().out
 
 
-def test_report_without_vllm_is_measured_again_where_vllm_is_asked_for(tmp_path):
-    report = tmp_path / "acceptance.json"
-    words = ["--engine", "draftsmith", "--engine", "vllm"]
-    assert not real_model.is_measured(report, words)
-    report.write_text(make_report().model_dump_json())
-    assert not real_model.is_measured(report, words)
-    assert real_model.is_measured(report, ["--engine", "draftsmith"])
-    report.write_text(in_engine(make_report(), "vllm").model_dump_json())
-    assert real_model.is_measured(report, words)
+def test_suite_keeps_its_row_where_vllm_fails_and_only_that_is_tried_again(
+    beside, tmp_path, commands, monkeypatch
+):
+    monkeypatch.setattr(real_model, "HEADS", ("eagle3",))
+    monkeypatch.setattr(real_model, "vllm_python", lambda job: Path("python"))
+    commands.fail = {"eagle3-humaneval-vllm"}
+    arguments = ["--beside", str(beside), "--out", str(tmp_path / "out")]
+    job = real_model.job_of(arguments)
+    row = real_model.do(job).rows["eagle3", "humaneval"]
+    assert row[2] != real_model.NONE == row[4]
+    commands.fail.clear()
+    row = real_model.do(job).rows["eagle3", "humaneval"]
+    assert row[2] != real_model.NONE != row[4]
+    real_model.do(job)
+    vllm = ["eagle3-humaneval-vllm"] * 2
+    assert commands.folders == ["eagle3", "eagle3-humaneval", *vllm]
+    real_model.do(real_model.job_of([*arguments, "--minutes", "30"]))
+    assert commands.folders[4] == "eagle3"  # what is asked is another
