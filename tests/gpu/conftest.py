@@ -1,11 +1,15 @@
 """The device and the shapes of the tests that need a GPU: `make check-gpu`.
 
-With `--device cpu` the same tests run at tiny shapes on any machine."""
+With `--device cpu` the same tests run at tiny shapes on any machine. An error that ends the device
+for its process, as an illegal address does, ends one test: the others go on in a new process."""
 
 from __future__ import annotations
 
 import json
 import math
+import os
+import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,6 +60,8 @@ TINY = Shapes(
 
 
 MEASURED = pytest.StashKey[list[dict[str, Any]]]()
+LEFT = pytest.StashKey[list[str]]()  # tests behind one that has ended the device
+BEFORE = "DRAFTSMITH_MEASURED_BEFORE"  # variable: what processes before have measured, as JSON
 
 
 def pytest_addoption(parser: Any) -> None:
@@ -64,10 +70,18 @@ def pytest_addoption(parser: Any) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.stash[MEASURED] = []
+    config.stash[MEASURED] = json.loads(os.environ.get(BEFORE, "[]"))
+    config.stash[LEFT] = []
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if BEFORE in os.environ and session.exitstatus == 0:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED  # the one that has ended the device
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
+    if config.stash[LEFT]:
+        run_left(config)
     file, measured = config.getoption("--measured", None), config.stash[MEASURED]
     if file and measured:
         name = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
@@ -76,13 +90,41 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         Path(file).write_text(json.dumps(tree, indent=1))
 
 
+def run_left(config: pytest.Config) -> None:
+    """Puts a process that runs the tests that are left into the place of this one, which still
+    holds memory of the device."""
+    given = [x for x in config.invocation_params.args if x not in config.args]
+    os.environ[BEFORE] = json.dumps(config.stash[MEASURED])
+    os.chdir(config.rootpath)
+    config.pluginmanager.getplugin("capturemanager").suspend_global_capture(in_=True)
+    sys.stdout.flush()
+    os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+    os.execv(sys.executable, [sys.executable, "-m", "pytest", *given, *config.stash[LEFT]])
+
+
+def is_lost(device: torch.device) -> bool:
+    """True if an error has ended the device for this process."""
+    try:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    except RuntimeError:
+        return True
+    return False
+
+
 @pytest.fixture
-def device(request: pytest.FixtureRequest) -> torch.device:
+def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
     """The device under test; skips where there is no GPU."""
     name = request.config.getoption("--device", "cuda")
     if name == "cuda" and not torch.cuda.is_available():
         pytest.skip("no CUDA device; `make check-gpu ARGS='--device cpu'` tries the tests on a CPU")
-    return torch.device(name)
+    chosen = torch.device(name)
+    yield chosen
+    if is_lost(chosen) and not request.config.getoption("maxfail"):
+        items = request.session.items
+        left = items[items.index(request.node) + 1 :]
+        request.config.stash[LEFT] = [item.nodeid for item in left]
+        request.session.shouldstop = "the device is of no more use to this process"
 
 
 @pytest.fixture
