@@ -292,19 +292,26 @@ def _held(device: str) -> int:
     return torch.cuda.memory_allocated() if device == "cuda" else 0
 
 
+def exported_head(model: Any, shapes: Shapes, device: str, folder: Path) -> Any:
+    """A new EAGLE-3 head, which is exported to `folder`."""
+    size = shapes.heads["eagle3"]["draft_vocab_size"]
+    probe = FrozenTarget(model)
+    config = config_for_target(probe, "eagle3", draft_vocab_size=size)
+    probe.close()
+    target = FrozenTarget(model, config.tap_layers)
+    drafter = family_class("eagle3")(config).attach(target).to(device)
+    drafter.initialise_from(target)
+    export_drafter(drafter, folder, dtype=model.dtype)
+    target.close()
+    return drafter
+
+
 def decoding(
     model: Any, shapes: Shapes, device: str, eager: bool, folder: Path
 ) -> list[dict[str, Any]]:
     """Milliseconds a token of one row, without a head and with an EAGLE-3 head, beside the bytes
     that a round must read."""
-    options = shapes.heads["eagle3"]
-    probe = FrozenTarget(model)
-    config = config_for_target(probe, "eagle3", draft_vocab_size=options["draft_vocab_size"])
-    probe.close()
-    target = FrozenTarget(model, config.tap_layers)
-    drafter = family_class("eagle3")(config).attach(target).to(device)
-    drafter.initialise_from(target)
-    export_drafter(drafter, folder / "head", dtype=model.dtype)
+    drafter = exported_head(model, shapes, device, folder / "head")
     drafts = 4
     drafting = {"model": str(folder / "head"), "num_speculative_tokens": drafts}
     longest = shapes.prompt + shapes.written
@@ -316,8 +323,8 @@ def decoding(
     traced = {"mode": 3, "backend": "eager"} if device == "cpu" else None  # no default there
     how = {"enforce_eager": True} if eager else {"compilation_config": traced}
     results = []
+    llm = LLM(model, speculative_config=drafting, **how, **limits)
     try:
-        llm = LLM(target, speculative_config=drafting, **how, **limits)
         llm.warm_up(longest=longest)
         for speculate in (False, True):
             seconds, output = _timed(
@@ -335,7 +342,7 @@ def decoding(
                 }
             )
     finally:
-        target.close()  # its hooks on the model, which others use after it
+        llm.engine.target.close()  # its hooks on the model, which others use after it
     return results
 
 
