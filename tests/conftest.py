@@ -73,8 +73,8 @@ def hub_cache(tmp_path, monkeypatch):
 @pytest.fixture
 def serving():
     """serving(llm, port, recorder, **options): the base URL of a server of that LLM, in a thread of
-    its own; port 0: one of its own. Its Server is `serving.server(url)`. It is shut down when the
-    test ends."""
+    its own; port 0: one of its own. Its Server is `serving.server(url)`. It is shut down by
+    `serving.stop(url)`, at the latest when the test ends."""
     import uvicorn
 
     from draftsmith.inference.server.app import make_app
@@ -100,12 +100,17 @@ def serving():
         running[url] = (app.state.server, server, thread)
         return url
 
-    start.server = lambda url: running[url][0]
-    yield start
-    for _, server, thread in running.values():
+    def stop(url: str) -> None:
+        _, server, thread = running[url]
         server.should_exit = True
         thread.join(20)
         assert not thread.is_alive()
+
+    start.server = lambda url: running[url][0]
+    start.stop = stop
+    yield start
+    for url in running:
+        stop(url)
 
 
 @pytest.fixture

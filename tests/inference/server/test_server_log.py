@@ -23,14 +23,15 @@ COMPLETION = {"prompt": ["one", [5, 6]], "n": 2, "temperature": 0.5, "seed": 3, 
 
 @pytest.fixture
 def logged(serving, drafting_llm, model, tmp_path):
-    """logged(path, body): the answer, and what the log has once it is closed."""
+    """logged(path, body): the answer, and what the log has once the server has shut down. Before,
+    a client may have the end of a stream that is not recorded yet."""
     recorder = Recorder(tmp_path / "log", LogOptions())
     url = serving(drafting_llm("fake", model), recorder=recorder, chat_template=TEMPLATE)
 
     def ask(path: str, body: dict):
         answer = CLIENT.post(f"{url}/v1/{path}", json=body)
         health = CLIENT.get(f"{url}/health").json()
-        recorder.close()
+        serving.stop(url)
         recorded = recorder.health()
         assert health["log"]["failed"] == recorded["failed"] == recorded["left_out"] == 0
         return answer, list(read_log(tmp_path / "log")) if answer.status_code == 200 else []
