@@ -22,7 +22,7 @@ from tests.support.attention_cases import (
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("kind, window", product(KINDS, (None, 3)))
+@pytest.mark.parametrize("kind, window", list(product(KINDS, (None, 3))))
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-4), (torch.bfloat16, 2e-2)])
 def test_attention_of_the_device_is_the_walk_in_double_precision(
     device, report, kind, window, dtype, tolerance

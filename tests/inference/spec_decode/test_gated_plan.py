@@ -48,7 +48,7 @@ def gains_per_time(sure: float, mean: float) -> dict[str, float]:
     }
 
 
-@pytest.mark.parametrize("sure, mean", itertools.product([0.05, 0.5, 0.8, 0.95], repeat=2))
+@pytest.mark.parametrize("sure, mean", list(itertools.product([0.05, 0.5, 0.8, 0.95], repeat=2)))
 def test_one_row_does_what_has_the_highest_rate(sure, mean):
     plan = GatedPlan(Acceptance(K), knowing(mean), [K], COSTS)
     taken, asked = plan.divide(drafts([sure] * K))

@@ -33,7 +33,7 @@ def test_what_is_no_tree_is_refused(given_):
         StaticTree.parse(given_)
 
 
-@pytest.mark.parametrize("topk,depth,budget", itertools.product([1, 4], [1, 6], [6, 20]))
+@pytest.mark.parametrize("topk,depth,budget", list(itertools.product([1, 4], [1, 6], [6, 20])))
 def test_draws_of_a_sampled_tree_keep_to_the_budget(topk, depth, budget):
     tree = DynamicTree(topk, depth, budget)
     dealt = [tree.draws(d) for d in range(depth)]

@@ -108,7 +108,9 @@ def short_chunks(monkeypatch):
 
 
 @pytest.mark.parametrize("window", [None, 1, 3, 30])
-@pytest.mark.parametrize("documents, chosen", product(DOCUMENTS, ["all", "some", "filled up"]))
+@pytest.mark.parametrize(
+    "documents, chosen", list(product(DOCUMENTS, ["all", "some", "filled up"]))
+)
 def test_attention_of_chains_is_a_softmax_over_what_they_see(documents, chosen, window):
     for depths in (0, 3):
         compare(packed(documents, chosen, window), depths)

@@ -38,7 +38,7 @@ def dense(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scale: flo
     return scores.softmax(-1) @ value, scores.logsumexp(-1)
 
 
-@pytest.mark.parametrize("kind, window", product(KINDS, WINDOWS))
+@pytest.mark.parametrize("kind, window", list(product(KINDS, WINDOWS)))
 def test_mask_mod_of_random_rows_shows_the_slots_that_the_walk_sees(kind, window):
     for seed in range(8):
         queries = random_queries(kind, window, seed)
@@ -47,7 +47,7 @@ def test_mask_mod_of_random_rows_shows_the_slots_that_the_walk_sees(kind, window
         assert torch.equal(seen[:, 0], visible(queries))
 
 
-@pytest.mark.parametrize("kind, window", product(KINDS, (None, 3)))
+@pytest.mark.parametrize("kind, window", list(product(KINDS, (None, 3))))
 def test_flex_output_and_log_sum_exp_are_those_of_all_scores(kind, window):
     queries = random_queries(kind, window, seed=1)
     query, key, value, _ = random_tensors(queries, 0, torch.float32)
@@ -61,7 +61,7 @@ def test_flex_output_and_log_sum_exp_are_those_of_all_scores(kind, window):
     assert (out[~sees_any] == 0).all()
 
 
-@pytest.mark.parametrize("kind, window", product(KINDS, (None, 3)))
+@pytest.mark.parametrize("kind, window", list(product(KINDS, (None, 3))))
 def test_flex_output_merged_with_own_keys_is_the_walks(kind, window):
     queries = random_queries(kind, window, seed=2)
     query, key, value, *pairs, _ = random_tensors(queries, KINDS[kind], torch.float32)
@@ -72,7 +72,7 @@ def test_flex_output_merged_with_own_keys_is_the_walks(kind, window):
     )
 
 
-@pytest.mark.parametrize("kind, window", product(KINDS, WINDOWS))
+@pytest.mark.parametrize("kind, window", list(product(KINDS, WINDOWS)))
 def test_gradients_of_the_merge_are_the_walks(kind, window):
     queries = random_queries(kind, window, seed=3)
     for pairs in {1, KINDS[kind]}:
