@@ -351,9 +351,14 @@ class DraftModel(TokenDrafter):
         super().checkpoint_activations(enabled)
         if enabled:
             again = partial(packed_again, self.runner.config)
-            self.model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": again})
+            self._checkpointing("enable")({"use_reentrant": False, "context_fn": again})
         else:
-            self.model.gradient_checkpointing_disable()
+            self._checkpointing("disable")()
+
+    def _checkpointing(self, switch: str) -> Callable[..., None]:
+        """transformers' own method for it, named after gradients until 5.22."""
+        named = getattr(self.model, f"activation_checkpointing_{switch}", None)
+        return named or getattr(self.model, f"gradient_checkpointing_{switch}")
 
     # -------------------------------------------------------------- training
 

@@ -87,6 +87,7 @@ def test_varlen_attention_is_of_half_precision_on_a_gpu_and_can_be_left_out(monk
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("error::FutureWarning")
 @pytest.mark.parametrize("name", [*BASE.values(), "eagle3, two layers, window"])
 def test_activations_computed_again_give_the_same_gradients(monkeypatch, name):
     monkeypatch.setattr(attention, "SCORES", 4)
