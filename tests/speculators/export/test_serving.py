@@ -110,6 +110,19 @@ def test_sglang_is_told_of_dspark_blocks_that_are_cut_short(ways) -> None:
     assert "speculative-dspark-block-size" not in ways("dspark", format="sglang")["SGLang"].options
 
 
+@pytest.mark.parametrize(
+    ("shape", "first"),
+    [
+        ({}, ""),
+        ({"num_layers": 2}, "0.5.12"),
+        ({"norm_before_fc": True}, "0.5.18"),
+    ],
+)
+def test_a_shape_that_older_sglang_drops_names_the_version(ways, shape, first) -> None:
+    sglang = ways("eagle3", shape, format="sglang")["SGLang"]
+    assert sglang.command and first in sglang.note and bool(sglang.note) == bool(first)
+
+
 def test_vllm_samples_its_drafts_where_it_can(ways) -> None:
     """As the report measures them; vLLM's default drafts the best token at every temperature."""
     assert ways("eagle3")["vLLM"].options["draft_sample_method"] == "probabilistic"

@@ -153,7 +153,7 @@ def test_sglang_zeros(written) -> None:
     [
         ("sglang", "eagle3", {"norm_before_residual": True}, (1, 2), "norm_before_residual"),
         ("sglang", "eagle3", {"own_embeddings": True}, (1, 2), "own_embeddings"),
-        ("sglang", "eagle3", {"num_layers": 2}, (1, 2), "num_layers 2"),
+        ("sglang", "eagle3", {"sliding_window": 4}, (1, 2), "sliding_window"),
         ("sglang", "eagle3", {}, (0, 2), "tap_layers"),
         ("sglang", "dflash", BLOCK, (1, 4), "tap_layers"),
         ("transformers", "dflash", {**BLOCK, "draft_vocab_size": 40}, (1, 2), "vocabulary"),
