@@ -12,12 +12,11 @@ SGLang is installed without its requirements, and tests/sglang/constraints.txt l
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from scripts.setup_vllm import ROOT, Environment, SetupError
+from scripts.setup_vllm import ROOT, Environment, main
 
 CONSTRAINTS = ROOT / "tests" / "sglang" / "constraints.txt"
 PROGRAMS = ROOT / "tests" / "support" / "programs"
@@ -47,16 +46,5 @@ class SglangEnvironment(Environment):
         return self._run("import SGLang", [self.python, "-P", "-c", CHECK, PROGRAMS])
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Makes the environment in the folder that is named, or in .venv-sglang; the exit code."""
-    folder = Path(arguments[0]) if arguments else ROOT / ".venv-sglang"
-    try:
-        SglangEnvironment(folder.absolute()).make()
-    except SetupError as error:
-        print(f"setup_sglang: {error}", file=sys.stderr)
-        return 1
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(SglangEnvironment, ".venv-sglang", sys.argv[1:]))

@@ -51,17 +51,6 @@ class SetupError(Exception):
     """A step failed; the text has its command and output."""
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Makes the environment in the folder that is named, or in .venv-vllm; the exit code."""
-    folder = Path(arguments[0]) if arguments else ROOT / ".venv-vllm"
-    try:
-        VllmEnvironment(folder.absolute()).make()
-    except SetupError as error:
-        print(f"setup_vllm: {error}", file=sys.stderr)
-        return 1
-    return 0
-
-
 class Environment:
     """A virtual environment in a folder. A kind of it says what fills it (`fill`), with which pins
     (`pins`, and those in the files `inputs`)."""
@@ -169,5 +158,16 @@ class VllmEnvironment(Environment):
             print(f"  {SUFFIX} and the test of the method 'suffix' are left out: {error}")
 
 
+def main(kind: type[Environment], name: str, arguments: Sequence[str]) -> int:
+    """Makes an environment of a kind in the folder that is named, or in `name`; the exit code."""
+    folder = Path(arguments[0]) if arguments else ROOT / name
+    try:
+        kind(folder.absolute()).make()
+    except SetupError as error:
+        print(f"{Path(sys.argv[0]).stem}: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(VllmEnvironment, ".venv-vllm", sys.argv[1:]))

@@ -21,15 +21,18 @@ class DraftLength:
     """As many drafts as there is room for, or as `schedule` says of the batch size, where 0 turns
     drafting off. No row has more than its request allows.
 
-    needs_costs   `use_costs` is called before the first plan
-    lacks_costs   it was not"""
+    needs_costs   `use_costs` is called before the first plan"""
 
     needs_costs: bool = False
-    lacks_costs: bool = False
 
     def __init__(self, num_speculative_tokens: int, schedule: Schedule | None = None) -> None:
         self.num_speculative_tokens = num_speculative_tokens
         self._schedule = schedule or ()
+
+    @property
+    def lacks_costs(self) -> bool:
+        """True while a plan would need costs that `use_costs` has not given."""
+        return False
 
     def plan(self, rows: Sequence[Request]) -> RoundPlan:
         """The plan of a round of these requests."""
@@ -64,11 +67,16 @@ class DraftLengthByCosts(DraftLength):
         schedule: Schedule | None = None,
     ) -> None:
         super().__init__(num_speculative_tokens, schedule)
-        self.needs_costs = self.lacks_costs = costs is None
+        self.needs_costs = costs is None
         self._costs: CostsBySize | None = None
         if costs is not None:
             self._costs = CostsBySize({1: read_costs(costs, num_speculative_tokens)})
         self._acceptance = Acceptance(num_speculative_tokens)
+
+    @property
+    @override
+    def lacks_costs(self) -> bool:
+        return self._costs is None
 
     def costs_of(self, rows: int) -> RoundCosts:
         """The costs of a round of so many rows. ConfigError if none were given or measured."""
@@ -83,7 +91,6 @@ class DraftLengthByCosts(DraftLength):
     @override
     def use_costs(self, costs: CostsBySize) -> None:
         self._costs = costs
-        self.lacks_costs = False
 
     @override
     def forget(self) -> None:

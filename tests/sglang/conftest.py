@@ -23,6 +23,7 @@ from draftsmith.speculators.export.serving_commands import serving
 from tests.support.vllm import (  # noqa: F401 (fixtures)
     PROMPTS,
     WRITTEN,
+    mark_all,
     own_texts,
     run_ours,
     servable_model,
@@ -33,12 +34,7 @@ SERVE = Path(__file__).parents[1] / "support" / "programs" / "serve_in_sglang.py
 
 
 def pytest_collection_modifyitems(items) -> None:
-    """All of them are slow, and need an engine."""
-    folder = Path(__file__).parent
-    for item in items:
-        if folder in Path(item.path).parents:
-            item.add_marker(pytest.mark.slow)
-            item.add_marker(pytest.mark.integration)
+    mark_all(items, Path(__file__).parent)
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,5 @@
-"""Real vLLM beside our runtime: its processes, and the comparison of drafts and counters."""
+"""Real engines beside our runtime: vLLM's processes, targets and texts that both engines have, and
+the comparison of drafts and counters."""
 
 from __future__ import annotations
 
@@ -25,6 +26,14 @@ from tests.support.engines import make_llm
 PROMPTS = [[3 + (i * i * 7 + n) % 120 for i in range(n)] for n in (9, 4, 17, 30)]
 WRITTEN = 48
 SERVE = Path(__file__).parent / "programs" / "serve_in_vllm.py"
+
+
+def mark_all(items: list[Any], folder: Path) -> None:
+    """The tests of a folder are slow, and need an engine."""
+    for item in items:
+        if folder in Path(item.path).parents:
+            item.add_marker(pytest.mark.slow)
+            item.add_marker(pytest.mark.integration)
 
 
 @pytest.fixture(scope="session")

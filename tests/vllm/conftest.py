@@ -24,6 +24,7 @@ from tests.support.vllm import (  # noqa: F401 (fixtures)
     PROMPTS,
     WRITTEN,
     installed_vllm,
+    mark_all,
     own_texts,
     plain_in_vllm,
     same_as_ours,
@@ -36,12 +37,7 @@ from tests.support.vllm import (  # noqa: F401 (fixtures)
 
 
 def pytest_collection_modifyitems(items) -> None:
-    """All of them are slow, and need an engine."""
-    folder = Path(__file__).parent
-    for item in items:
-        if folder in Path(item.path).parents:
-            item.add_marker(pytest.mark.slow)
-            item.add_marker(pytest.mark.integration)
+    mark_all(items, Path(__file__).parent)
 
 
 # A float32 target would be served in another precision by default, and the CPU's compilation takes
